@@ -1,0 +1,99 @@
+"""The cache of all sequences: paged keys and values in two geometries, and the short convolutions' state by slot.
+
+A frozen value: each step takes one and returns the next, its buffers donated. Global layers keep every page; local layers keep the
+window, so their page table is a ring: absolute page a lives in column a % width, and pages behind the window are used again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.cache.ragged import Ragged
+from inkling_jax.config import TextConfig
+from inkling_jax.sharding.rules import Axes, local_shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """What one decoder layer remembers. Keys are stored after convolution and norm, so they do not depend on position."""
+
+    k_pages: Float[Array, "pages K P H"]
+    v_pages: Float[Array, "pages K P H"]
+    k_conv: Float[Array, "slots m K H"]
+    v_conv: Float[Array, "slots m K H"]
+    attn_conv: Float[Array, "slots m D"]
+    mlp_conv: Float[Array, "slots m D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """All layers, and the page tables that they share by kind. An unset table entry holds the number of pages of its pool."""
+
+    layers: tuple[LayerCache, ...]
+    global_table: Int[Array, "slots global_width"]
+    local_table: Int[Array, "slots local_width"]
+
+    def table(self, local: bool) -> Int[Array, "slots width"]:
+        """The page table of one kind of layer."""
+        return self.local_table if local else self.global_table
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheShape:
+    """Sizes that the operator or the planner chooses. One slot more than `slots` exists: the last is reserved for padding."""
+
+    slots: int
+    page_size: int
+    global_pages: int
+    local_pages: int
+    max_context: int  # longest sequence, in tokens
+    max_query: int  # most positions of a row, behind its window or ahead, that a local table must hold at once
+
+    def table_width(self, window: int | None) -> int:
+        """Columns of a page table: all pages of the longest sequence, or for a window the pages that one step can touch."""
+        everything = -(-self.max_context // self.page_size)
+        if window is None:
+            return everything
+        return min(everything, (window - 1 + self.max_query + self.page_size - 2) // self.page_size + 1)
+
+
+def layer_arrays(config: TextConfig, shape: CacheShape, layer: int) -> dict[str, tuple[tuple[int, ...], Axes]]:
+    """Global shape and logical axes of each array of one layer's cache."""
+    attention = config.attention(layer)
+    pages = shape.local_pages if config.local_layers[layer] else shape.global_pages
+    kv = ((pages, attention.num_kv_heads, shape.page_size, attention.head_dim), (None, "kv_heads", None, None))
+    slots, kept = shape.slots + 1, config.conv_width - 1
+    heads = ((slots, kept, attention.num_kv_heads, attention.head_dim), (None, None, "kv_heads", None))
+    wide = ((slots, kept, config.hidden_size), (None, None, None))
+    return {"k_pages": kv, "v_pages": kv, "k_conv": heads, "v_conv": heads, "attn_conv": wide, "mlp_conv": wide}
+
+
+def create_cache(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes: dict[str, int] | None = None) -> Cache:
+    """An empty cache for one rank of a mesh with axis sizes `sizes` (default: one device). Each array is its own buffer."""
+    layers = []
+    for layer in range(config.num_layers):
+        arrays = layer_arrays(config, shape, layer)
+        local = {name: local_shape(f"cache of layer {layer}, {name}", full, axes, sizes or {}) for name, (full, axes) in arrays.items()}
+        layers.append(LayerCache(**{name: jnp.zeros(size, dtype) for name, size in local.items()}))
+    rows = shape.slots + 1
+    return Cache(
+        layers=tuple(layers),
+        global_table=jnp.full((rows, shape.table_width(None)), shape.global_pages, jnp.int32),
+        local_table=jnp.full((rows, shape.table_width(config.local_attention.window)), shape.local_pages, jnp.int32),
+    )
+
+
+def append(
+    pages: Float[Array, "pages K P H"], new: Float[Array, "T K H"], table: Int[Array, "B width"], ragged: Ragged
+) -> Float[Array, "pages K P H"]:
+    """Pages with each valid token's keys or values written at its position; padding and unset pages drop the write."""
+    page_size = pages.shape[2]
+    page = table[ragged.row, (ragged.position // page_size) % table.shape[1]]
+    page = jnp.where(ragged.valid, page, pages.shape[0])
+    return pages.at[page, :, ragged.position % page_size].set(new.astype(pages.dtype), mode="drop")

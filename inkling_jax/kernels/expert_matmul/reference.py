@@ -1,0 +1,108 @@
+"""The routed feed-forward in plain JAX: rows sorted by expert, cut into tiles of one expert each, a few tiles worked on at a time.
+
+Only experts that are hit are read (a tile exists where rows do), and at most DEQUANTIZED_ELEMENTS weights are unpacked at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4, dequantize
+
+DEQUANTIZED_ELEMENTS = 1 << 27
+MAX_TILE_ROWS = 128
+
+Weight = Array | Nvfp4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Rows sorted by expert and cut into tiles of `rows`; `count` is a static upper bound."""
+
+    rows: int
+    token: Int[Array, "count rows"]  # which token each row of a tile is; out of range where none
+    expert: Int[Array, " count"]  # whose weights a tile needs
+    used: Int[Array, " count"]  # rows of a tile that exist
+    place: Int[Array, "T A"]  # row of the tiles, laid end to end, that answers each token and choice; out of range where none
+
+
+def expert_matmul(
+    x: Float[Array, "T D"], experts: Int[Array, "T A"], weights: Float[Array, "T A"], w13: Weight, w2: Weight
+) -> Float[Array, "T D"]:
+    """sum_a weights[t, a] * W2_e(silu(gate_e x_t) * up_e x_t), e = experts[t, a], accumulated in float32 in the order of a.
+
+    w13 is [E, 2, F, D] (gate, up) and w2 [E, D, F], each an array or Nvfp4. An index outside 0..E-1 contributes nothing: that is how
+    a rank skips experts that it does not hold and padding tokens skip all.
+    """
+    num_experts = w13.values.shape[0] if isinstance(w13, Nvfp4) else w13.shape[0]
+    tiles = _cut(experts, num_experts)
+    elements = max(math.prod((w.values.shape[1:])) * 2 if isinstance(w, Nvfp4) else math.prod(w.shape[1:]) for w in (w13, w2))
+    count = tiles.expert.shape[0]
+    group = max(1, min(count, DEQUANTIZED_ELEMENTS // elements))
+    steps = -(-count // group)
+    pad = steps * group - count
+
+    def work(item: tuple[Array, Array, Array]) -> Array:
+        token, expert, used = item
+
+        def multiply(_: None) -> Array:
+            rows = jnp.take(x, token, axis=0, mode="clip")
+            hidden = _product("brd,bgfd->brgf", rows, _of(w13, expert), jnp.float32)
+            hidden = (jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]).astype(x.dtype)
+            return _product("brf,bdf->brd", hidden, _of(w2, expert), x.dtype)
+
+        if steps == 1:
+            return multiply(None)
+        return jax.lax.cond((used > 0).any(), multiply, lambda _: jnp.zeros((*token.shape, x.shape[1]), x.dtype), None)
+
+    def padded(a: Array) -> Array:
+        return jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)).reshape(steps, group, *a.shape[1:])
+
+    items = (padded(tiles.token), padded(tiles.expert), padded(tiles.used))
+    out = work(jax.tree.map(lambda a: a[0], items)) if steps == 1 else jax.lax.map(work, items)
+    out = out.reshape(-1, x.shape[1])
+    chosen = jnp.take(out, tiles.place, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    return jnp.sum(chosen * weights[..., None], axis=1).astype(x.dtype)
+
+
+def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
+    tokens, choices = experts.shape
+    total = tokens * choices
+    rows = min(MAX_TILE_ROWS, 1 << max(0, (total // num_experts - 1).bit_length()))
+    flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    size = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    first = jnp.cumsum(size) - size  # of an expert, among sorted rows
+    tile_end = jnp.cumsum(-(-size // rows))
+    tile_first = tile_end - (-(-size // rows))
+    count = min(total, total // rows + min(num_experts, total))
+    tile = jnp.arange(count)
+    expert = jnp.minimum(jnp.searchsorted(tile_end, tile, side="right"), num_experts - 1)
+    begin = (tile - tile_first[expert]) * rows  # of a tile, among its expert's rows
+    used = jnp.clip(size[expert] - begin, 0, rows)
+    sorted_row = first[expert][:, None] + begin[:, None] + jnp.arange(rows)
+    token = jnp.where(jnp.arange(rows) < used[:, None], order[jnp.minimum(sorted_row, total - 1)] // choices, 0)
+    rank = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32))
+    owner = jnp.minimum(flat, num_experts - 1)
+    place = tile_first[owner] * rows + rank - first[owner]  # an expert's tiles are consecutive, so its rows are too
+    place = jnp.where(flat < num_experts, place, jnp.iinfo(jnp.int32).max)
+    return _Tiles(rows, token, expert, used, place.reshape(tokens, choices))
+
+
+def _of(weight: Weight, expert: Int[Array, " b"]) -> Weight:
+    """The weights of each tile's expert."""
+    return jax.tree.map(lambda a: jnp.take(a, expert, axis=0, mode="clip"), weight)
+
+
+def _product(equation: str, x: Array, weight: Weight, dtype: jnp.dtype) -> Array:
+    """einsum over the last axis of x and of the weight, accumulated in float32."""
+    if not isinstance(weight, Nvfp4):
+        return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+    even, odd = dequantize(weight, x.dtype)
+    y = jnp.einsum(equation, x[..., 0::2], even, preferred_element_type=jnp.float32)
+    return (y + jnp.einsum(equation, x[..., 1::2], odd, preferred_element_type=jnp.float32)).astype(dtype)

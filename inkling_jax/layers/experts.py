@@ -1,0 +1,68 @@
+"""The sparse feed-forward: router, routed experts (packed or not) and shared experts (spec 2.6)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from inkling_jax.config import TextConfig
+from inkling_jax.kernels.expert_matmul import Nvfp4, expert_matmul
+from inkling_jax.layers.mlp import SharedExperts
+from inkling_jax.layers.param import param
+from inkling_jax.layers.router import Router
+from inkling_jax.sharding.collectives import first_local_expert, sum_over_model
+from inkling_jax.sharding.rules import Axes
+
+
+class PackedWeight(nnx.Module):
+    """An NVFP4 weight of shape [*lead, O, I], stored as kernels.expert_matmul.Nvfp4 describes."""
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes):
+        *lead, out, size = shape
+        self.values = param((*lead, out, size // 2), jnp.uint8, axes)
+        self.scale = param((*lead, out, size // 16), jnp.float8_e4m3fn, axes)
+        self.scale2 = param(tuple(lead), jnp.float32, axes[:-2])
+
+    def __call__(self) -> Nvfp4:
+        return Nvfp4(self.values[...], self.scale[...], self.scale2[...])
+
+
+class RoutedExperts(nnx.Module):
+    """w13 [E, 2, F, D] and w2 [E, D, F] of the experts that this rank holds; each is an array or a PackedWeight."""
+
+    def __init__(self, config: TextConfig, packed: frozenset[str], dtype: jnp.dtype):
+        experts, width, model = config.num_experts, config.expert_width, config.hidden_size
+        shapes: dict[str, tuple[tuple[int, ...], Axes]] = {
+            "w13": ((experts, 2, width, model), ("experts", None, "expert_ffn", None)),
+            "w2": ((experts, model, width), ("experts", None, "expert_ffn")),
+        }
+        for name, (shape, axes) in shapes.items():
+            setattr(self, name, PackedWeight(shape, axes) if name in packed else param(shape, dtype, axes))
+
+    def __call__(self) -> tuple[jax.Array | Nvfp4, jax.Array | Nvfp4]:
+        w13, w2 = (w() if isinstance(w, PackedWeight) else w[...] for w in (self.w13, self.w2))
+        return w13, w2
+
+
+class SparseMLP(nnx.Module):
+    """Routed plus shared experts; one reduction over ranks for both. `packed` names the weights ("w13", "w2") stored as NVFP4."""
+
+    def __init__(self, config: TextConfig, packed: frozenset[str], dtype: jnp.dtype):
+        self.router = Router(config, dtype)
+        self.experts = RoutedExperts(config, packed, dtype)
+        self.shared = SharedExperts(config, dtype)
+
+    def __call__(self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None) -> Float[Array, "T D"]:
+        """`tape`, where given, receives "experts" (ascending), "weights" and "shared"."""
+        experts, weights, shared = self.router(x)
+        if tape is not None:
+            order = jnp.argsort(experts, axis=-1)
+            tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in (experts, weights))
+            tape["shared"] = shared
+        w13, w2 = self.experts()
+        held = w13.values.shape[0] if isinstance(w13, Nvfp4) else w13.shape[0]
+        local = jnp.where(valid[:, None], experts - first_local_expert(held), held)  # out of range: not ours, not read
+        routed = expert_matmul(x, local, weights, w13, w2)
+        return sum_over_model((routed.astype(jnp.float32) + self.shared(x, shared)).astype(x.dtype))

@@ -1,0 +1,51 @@
+"""The dense and the shared feed-forward: SwiGLU, computed in float32 between the products (spec 2.5, 2.6)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from inkling_jax.config import TextConfig
+from inkling_jax.layers.linear import linear
+from inkling_jax.layers.param import param
+from inkling_jax.sharding.collectives import sum_over_model
+
+
+class DenseMLP(nnx.Module):
+    """global_scale * W2(silu(gate x) * up x). w13 is [2, FD, D]: gate, then up."""
+
+    def __init__(self, config: TextConfig, dtype: jnp.dtype):
+        self.w13 = param((2, config.dense_width, config.hidden_size), dtype, (None, "ffn", None))
+        self.w2 = param((config.hidden_size, config.dense_width), dtype, (None, "ffn"))
+        self.global_scale = param((), jnp.float32, ())
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        hidden = gated(x, self.w13[...])
+        y = linear(hidden.astype(x.dtype), self.w2[...], jnp.float32)
+        return sum_over_model((y * self.global_scale[...]).astype(x.dtype))
+
+
+class SharedExperts(nnx.Module):
+    """The J experts that every token takes, each with its weight a token, as one feed-forward J times as wide."""
+
+    def __init__(self, config: TextConfig, dtype: jnp.dtype):
+        shared, width = config.num_shared_experts, config.expert_width
+        self.w13 = param((shared, 2, width, config.hidden_size), dtype, (None, None, "ffn", None))
+        self.w2 = param((shared, config.hidden_size, width), dtype, (None, None, "ffn"))
+
+    def __call__(self, x: Float[Array, "T D"], weights: Float[Array, "T J"]) -> Float[Array, "T D"]:
+        """This rank's part of the float32 sum over shared experts; the caller reduces it together with the routed experts'."""
+        w13 = self.w13[...]
+        shared, _, width, model = w13.shape
+        hidden = linear(x, w13.reshape(shared * 2 * width, model), jnp.float32).reshape(-1, shared, 2, width)
+        hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weights[..., None]
+        return jnp.einsum("tjf,jdf->td", hidden.astype(x.dtype), self.w2[...], preferred_element_type=jnp.float32)
+
+
+def gated(x: Float[Array, "T D"], w13: Float[Array, "2 F D"]) -> Float[Array, "T F"]:
+    """silu(gate x) * up x in float32."""
+    _, width, model = w13.shape
+    hidden = linear(x, w13.reshape(2 * width, model), jnp.float32)
+    return jax.nn.silu(hidden[:, :width]) * hidden[:, width:]

@@ -1,0 +1,70 @@
+"""The depthwise causal short convolution with its inner residual (spec 2.4), over ragged tokens with a state a slot."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from inkling_jax.cache.ragged import Ragged
+from inkling_jax.layers.param import param
+from inkling_jax.sharding.rules import Axes
+
+
+class ShortConv(nnx.Module):
+    """y[t] = x[t] + sum_j w[j] x[t - (width-1) + j]: the last tap multiplies the current token.
+
+    `channels` is any shape (K and V are [heads, width]); weight is [*channels, width].
+    """
+
+    def __init__(self, channels: tuple[int, ...], width: int, dtype: jnp.dtype, axes: Axes):
+        self.weight = param((*channels, width), dtype, (*axes, None))
+
+    def __call__(
+        self, x: Float[Array, "T *C"], state: Float[Array, "slots width-1 *C"], ragged: Ragged
+    ) -> tuple[Float[Array, "T *C"], Float[Array, "slots width-1 *C"]]:
+        """Convolved tokens in the dtype of x, and the state holding each row's last width-1 inputs, oldest first."""
+        taps = self.weight[...].astype(jnp.float32)
+        y = short_conv(x, taps, previous_inputs(x, state, ragged, taps.shape[-1]))
+        return y.astype(x.dtype), next_state(x, state, ragged)
+
+
+def short_conv(x: Float[Array, "T *C"], taps: Float[Array, "*C width"], past: list[Float[Array, "T *C"]]) -> Float[Array, "T *C"]:
+    """The convolution in float32 from each token's input and the list of earlier ones, nearest first."""
+    y = x.astype(jnp.float32)
+    y = y + taps[..., -1] * y
+    for back, earlier in enumerate(past, start=1):
+        y = y + taps[..., -1 - back] * earlier.astype(jnp.float32)
+    return y
+
+
+def previous_inputs(x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged, width: int) -> list[Float[Array, "T *C"]]:
+    """For 1 .. width-1 tokens back: the input there, from this step's tokens or, before them, from the row's state."""
+    kept = state.shape[1]
+    token = jnp.arange(x.shape[0])
+    slot, fresh = ragged.slot[ragged.row], ragged.fresh[ragged.row]
+    past = []
+    for back in range(1, width):
+        index = jnp.clip(kept - back + ragged.offset, 0, kept - 1)
+        stored = jnp.where(_expand(fresh, x), 0, state[slot, index])
+        if ragged.longest > 1:
+            in_step = ragged.offset >= back
+            stored = jnp.where(_expand(in_step, x), x[jnp.maximum(token - back, 0)], stored)
+        past.append(stored)
+    return past
+
+
+def next_state(x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged) -> Float[Array, "slots m *C"]:
+    """The state after this step; rows without tokens keep theirs, whatever slot they point at."""
+    kept = state.shape[1]
+    index = jnp.arange(kept)[None, :] + ragged.count[:, None]  # in the row's state followed by its tokens
+    old = state[ragged.slot[:, None], jnp.clip(index, 0, kept - 1)]
+    old = jnp.where(_expand(ragged.fresh[:, None], old), 0, old)
+    new = x[jnp.clip(ragged.start[:, None] + index - kept, 0, x.shape[0] - 1)]
+    rows = jnp.where(_expand(index < kept, old), old, new.astype(state.dtype))
+    slot = jnp.where(ragged.count > 0, ragged.slot, state.shape[0])
+    return state.at[slot].set(rows, mode="drop")
+
+
+def _expand(mask: Array, like: Array) -> Array:
+    return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))

@@ -1,0 +1,70 @@
+"""The text model: embed -> layers -> norm -> logits. The only file that knows the order (spec 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.cache.paged import Cache
+from inkling_jax.cache.ragged import Ragged
+from inkling_jax.config import TextConfig
+from inkling_jax.layers.decoder import DecoderLayer
+from inkling_jax.layers.linear import linear
+from inkling_jax.layers.norm import RMSNorm
+from inkling_jax.layers.param import param
+from inkling_jax.sharding.collectives import embedding_rows, gather_vocabulary
+
+Packed = frozenset[tuple[int, str]]  # (layer, "w13" | "w2") of the expert weights that are NVFP4
+
+
+class Inkling(nnx.Module):
+    """The decoder, declared without memory: parameters are abstract until nnx.merge is given arrays.
+
+    Under shard_map every array is one rank's shard, and the same code computes with its sizes.
+    """
+
+    def __init__(self, config: TextConfig, packed: Packed, dtype: jnp.dtype):
+        self.embed = param((config.vocab_size, config.hidden_size), dtype, ("vocab", None))
+        self.embed_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if config.use_embed_norm else None
+        self.layers = nnx.List(
+            DecoderLayer(config, i, frozenset(name for layer, name in packed if layer == i), dtype) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.unembed = param((config.vocab_size, config.hidden_size), dtype, ("vocab", None))
+        self.local_layers, self.usable_vocab_size = config.local_layers, config.usable_vocab_size
+        self.logits_divisor = config.logits_divisor
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], cache: Cache, ragged: Ragged, context: int, tape: dict[str, Array] | None = None
+    ) -> tuple[Float[Array, "T D"], Cache]:
+        """The residual stream after the final norm, and the cache with these tokens appended.
+
+        `context` bounds the rows' lengths statically. `tape`, where given, receives "hidden.i" and "moe.j.*" (llm.trace).
+        """
+        h = embedding_rows(self.embed[...], token_ids)
+        if self.embed_norm is not None:
+            h = self.embed_norm(h)
+        tables = {local: cache.table(local)[ragged.slot] for local in (False, True)}
+        layers, sparse = [], 0
+        for i, layer in enumerate(self.layers):
+            if tape is not None:
+                tape[f"hidden.{i}"] = h
+            routing: dict[str, Array] | None = {} if tape is not None else None
+            local = self.local_layers[i]
+            h, state = layer(h, cache.layers[i], tables[local], ragged, context, routing)
+            layers.append(state)
+            if tape is not None and routing:
+                tape.update({f"moe.{sparse}.{name}": value for name, value in routing.items()})
+                sparse += 1
+        z = self.norm(h)
+        if tape is not None:
+            tape[f"hidden.{len(layers)}"] = z
+        return z, dataclasses.replace(cache, layers=tuple(layers))
+
+    def logits(self, z: Float[Array, "B D"]) -> Float[Array, "B usable"]:
+        """float32 logits of normed states over the usable vocabulary; muP divides here and nowhere else."""
+        logits = gather_vocabulary(linear(z, self.unembed[...], jnp.float32))
+        return logits[:, : self.usable_vocab_size] / self.logits_divisor
