@@ -1,0 +1,207 @@
+"""Which parameter of the model is made from which tensors of a checkpoint, decided from headers before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert import assemble, nvfp4
+from inkling_jax.convert.accounting import Ledger, Source, Wanted, place
+from inkling_jax.convert.header import show
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.errors import CheckpointError
+
+_F32 = np.dtype(np.float32)
+_U8 = np.dtype(np.uint8)
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """A checkpoint matched with a configuration.
+
+    `packed` holds (layer, "w13" | "w2") of each expert stack in NVFP4; `deferred` are the tensors of towers and draft head,
+    `unused` those that are known and deliberately not read.
+    """
+
+    checkpoint: Checkpoint
+    parameters: dict[str, Source]
+    packed: frozenset[tuple[int, str]]
+    deferred: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    @classmethod
+    def build(cls, config: ModelConfig, checkpoint: Checkpoint) -> WeightPlan:
+        """Match every tensor; CheckpointError names those that are missing, unexpected, of a wrong shape or dtype."""
+        planner = _Planner(config, checkpoint)
+        planner.plan_ends()
+        for layer in range(config.text.num_layers):
+            planner.plan_layer(layer)
+        deferred, unused = planner.ledger.settle()
+        return cls(checkpoint, planner.ledger.parameters, frozenset(planner.packed), deferred, unused)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that reading all parameters takes from the files."""
+        return sum(source.nbytes for source in self.parameters.values())
+
+    def assemble(self, path: str) -> np.ndarray:
+        """One parameter, read now, in its shape; in its fixed dtype, or as stored where the model's dtype applies."""
+        source = self.parameters[path]
+        array = source.read(self.checkpoint)
+        assert array.shape == source.shape, (path, array.shape, source.shape)
+        return array if source.dtype is None else array.astype(source.dtype, copy=False)
+
+    def abstract(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each parameter when the model's dtype is `dtype`."""
+        model_dtype = jnp.dtype(dtype)
+        return {path: jax.ShapeDtypeStruct(s.shape, s.dtype or model_dtype) for path, s in self.parameters.items()}
+
+
+class _Planner:
+    """Walks the model in the order of the configuration and claims the tensors of each parameter (spec 7.1, 7.2)."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint):
+        self.text = config.text
+        self.tensors = checkpoint.tensors
+        self.ledger = Ledger(checkpoint)
+        self.packed: set[tuple[int, str]] = set()
+
+    def plan_ends(self) -> None:
+        """Embedding, its norm, the final norm and the head."""
+        text = self.text
+        table = (text.vocab_size, text.hidden_size)
+        embed, unembed = Wanted("model.llm.embed.weight", (table,)), "model.llm.unembed.weight"
+        self._plain("embed", embed)
+        if text.use_embed_norm:
+            self._vector("embed_norm.weight", "model.llm.embed_norm.weight", text.hidden_size)
+        self._vector("norm.weight", "model.llm.norm.weight", text.hidden_size)
+        # Releases never tie, but a checkpoint without a head can mean nothing else (spec 2.1).
+        untied = Wanted(unembed, (table, (text.usable_vocab_size, text.hidden_size)))
+        head = untied if unembed in self.tensors else embed
+        read = functools.partial(assemble.read_padded, name=head.name, rows=text.vocab_size)
+        self.ledger.add("unembed", table, read, head)
+
+    def plan_layer(self, layer: int) -> None:
+        """One decoder layer: norms, attention, convolutions, feed-forward."""
+        path, name = f"layers.{layer}.", f"model.llm.layers.{layer}."
+        width = self.text.hidden_size
+        for norm in ("attn_norm.weight", "mlp_norm.weight"):
+            self._vector(path + norm, name + norm, width)
+        self._plan_attention(layer, path + "attn.", name + "attn.")
+        for stream in ("attn", "mlp"):
+            self._conv(f"{path}{stream}_conv.weight", f"{name}{stream}_sconv.weight", (width,))
+        if self.text.dense_layers[layer]:
+            self._plan_dense(path + "mlp.", name + "mlp.")
+        else:
+            self._plan_sparse(layer, path + "mlp.", name + "mlp.")
+
+    def _plan_attention(self, layer: int, path: str, name: str) -> None:
+        text, attention = self.text, self.text.attention(layer)
+        heads, kv_heads, head = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        width, extent = text.hidden_size, attention.rel_extent
+        rows = {"wq_du": heads * head, "wk_dv": kv_heads * head, "wv_dv": kv_heads * head, "wr_du": heads * text.rel_dim}
+        fused = [Wanted(f"{name}{role}.weight", ((count, width),)) for role, count in rows.items()]
+        read = functools.partial(assemble.read_grouped, names=tuple(tensor.name for tensor in fused), groups=kv_heads)
+        self.ledger.add(path + "qkvr_proj", (kv_heads, sum(rows.values()) // kv_heads, width), read, *fused)
+        self._plain(path + "o_proj", Wanted(name + "wo_ud.weight", ((width, heads * head),)))
+        for norm in ("q_norm.weight", "k_norm.weight"):
+            self._vector(path + norm, name + norm, head)
+        bias = Wanted(name + "rel_logits_proj.proj", ((text.rel_dim, extent),))
+        read = functools.partial(assemble.read_transposed, name=bias.name)
+        self.ledger.add(path + "rel_bias", (extent, text.rel_dim), read, bias)
+        for stream in ("k", "v"):
+            self._conv(f"{path}{stream}_conv.weight", f"{name}{stream}_sconv.weight", (kv_heads, head))
+
+    def _plan_dense(self, path: str, name: str) -> None:
+        width, inner = self.text.hidden_size, self.text.dense_width
+        self._gate_up(path + "w13", Wanted(name + "w13_dn.weight", ((2 * inner, width),)))
+        self._plain(path + "w2", Wanted(name + "w2_md.weight", ((width, inner),)))
+        self._scalar(path + "global_scale", name + "global_scale")
+
+    def _plan_sparse(self, layer: int, path: str, name: str) -> None:
+        text = self.text
+        width, inner, experts, sinks = text.hidden_size, text.expert_width, text.num_experts, text.num_shared_experts
+        routed, shared = f"n_routed_experts {experts}", f"n_shared_experts {sinks}"
+        gate = Wanted(name + "gate.weight", ((experts + sinks, width),), leading=f"{routed} + {shared}")
+        self._plain(path + "router.weight", gate)
+        self._plain(path + "router.bias", Wanted(name + "gate.bias", ((experts,),), leading=routed), dtype=_F32)
+        self._scalar(path + "router.global_scale", name + "gate.global_scale")
+        stem = name + "shared_experts.shared_"
+        self._gate_up(path + "shared.w13", Wanted(stem + "w13_weight", ((sinks, 2 * inner, width),), leading=shared))
+        self._plain(path + "shared.w2", Wanted(stem + "w2_weight", ((sinks, width, inner),), leading=shared))
+        for matrix, shape in (("w13", (experts, 2 * inner, width)), ("w2", (experts, width, inner))):
+            stored, name_of = f"{path}experts.{matrix}", f"{name}experts.{matrix}_weight"
+            if self._is_packed(name_of, shape):
+                self.packed.add((layer, matrix))
+                self._plan_packed(stored, name_of, shape, matrix == "w13", routed)
+            elif matrix == "w13":
+                self._gate_up(stored, Wanted(name_of, (shape,), leading=routed))
+            else:
+                self._plain(stored, Wanted(name_of, (shape,), leading=routed))
+
+    def _is_packed(self, name: str, shape: _Shape) -> bool:
+        """A stack is NVFP4 exactly if it is U8 with block scales beside it (spec 1.3); half of that is an error."""
+        info = self.tensors.get(name)
+        stored = info.dtype if info else "absent"
+        scales = [scale for scale in (name + ".scale", name + ".scale2") if scale in self.tensors]
+        if info and stored == "U8":
+            if name + ".scale" not in scales:
+                raise CheckpointError(f"{place(info)}: U8 without block scales; expected {show(name + '.scale')} beside it")
+            if shape[-1] % nvfp4.BLOCK:
+                raise CheckpointError(f"{place(info)}: {shape[-1]} columns are not whole NVFP4 blocks of {nvfp4.BLOCK}")
+            return True
+        if scales:
+            where = place(self.tensors[scales[0]])
+            raise CheckpointError(f"{where}: scales of packed weights, but {show(name)} is {stored}; expected U8")
+        return False
+
+    def _plan_packed(self, path: str, name: str, shape: _Shape, gate_up: bool, leading: str) -> None:
+        """Codes, block scales and matrix scales of an expert stack whose unpacked shape is `shape` (spec 7.4)."""
+        experts, rows, columns = shape
+        values = Wanted(name, ((experts, rows, columns // 2),), ("U8",), leading)
+        if gate_up:
+            self._gate_up(path + ".values", values, dtype=_U8)
+        else:
+            self._plain(path + ".values", values, dtype=_U8)
+        blocks = columns // nvfp4.BLOCK
+        scale = Wanted(name + ".scale", ((experts, rows, blocks),), ("F8_E4M3",), leading)
+        read = functools.partial(assemble.read_block_scale, name=scale.name, gate_up=gate_up)
+        split = (2, rows // 2) if gate_up else (rows,)
+        self.ledger.add(path + ".scale", (experts, *split, blocks), read, scale, dtype=_E4M3)
+        one_each = (experts, 2) if gate_up else (experts,)
+        shapes = ((experts,), (experts, 1), (experts, 2)) if gate_up else ((experts,), (experts, 1))
+        scale2 = Wanted(name + ".scale2", shapes, ("F32",), leading)
+        read = functools.partial(assemble.read_matrix_scale, name=scale2.name, shape=one_each)
+        self.ledger.add(path + ".scale2", one_each, read, scale2, dtype=_F32)
+
+    def _plain(self, path: str, wanted: Wanted, dtype: np.dtype | None = None) -> None:
+        shape = wanted.shapes[0]
+        self.ledger.add(path, shape, functools.partial(assemble.read_plain, name=wanted.name, shape=shape), wanted, dtype=dtype)
+
+    def _vector(self, path: str, name: str, size: int) -> None:
+        self._plain(path, Wanted(name, ((size,),)))
+
+    def _scalar(self, path: str, name: str) -> None:
+        self._plain(path, Wanted(name, ((), (1,))), dtype=_F32)
+
+    def _conv(self, path: str, name: str, channels: _Shape) -> None:
+        count, taps = int(np.prod(channels)), self.text.conv_width
+        read = functools.partial(assemble.read_conv, name=name, shape=(*channels, taps))
+        self.ledger.add(path, (*channels, taps), read, Wanted(name, assemble.conv_shapes(count, taps)))
+
+    def _gate_up(self, path: str, wanted: Wanted, dtype: np.dtype | None = None) -> None:
+        *batch, rows, columns = wanted.shapes[0]
+        info = self.tensors.get(wanted.name)
+        if info and len(info.shape) > 1 and info.shape[-2] % 2:
+            raise CheckpointError(f"{place(info)}: {info.shape[-2]} rows, but gate and up rows interleave: expected {rows}")
+        read = functools.partial(assemble.read_gate_up, name=wanted.name)
+        self.ledger.add(path, (*batch, 2, rows // 2, columns), read, wanted, dtype=dtype)

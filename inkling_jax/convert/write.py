@@ -1,0 +1,115 @@
+"""Write a checkpoint of random weights in the published layout, a block at a time: for demonstrations, tests and comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import BinaryIO
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert.header import DTYPES
+from inkling_jax.convert.progress import Progress
+from inkling_jax.convert.published import Layout, is_first_sparse, published_tensors
+from inkling_jax.convert.random_weights import original_shape, random_blocks
+from inkling_jax.convert.safetensors_reader import DRAFT_HEAD, INDEX
+from inkling_jax.errors import InputError
+
+
+def write_checkpoint(
+    directory: str | Path,
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    nvfp4: bool = False,
+    shards: int = 3,
+    quiet: bool = True,
+) -> int:
+    """Write config.json, index, `shards` shards and mtp.safetensors with random weights of a sound size; returns data bytes.
+
+    A tensor depends on `seed`, its name, dtype and shape alone. Memory stays bounded, whatever the model. Progress is reported
+    unless `quiet`. No tokenizer is written. Raises InputError for a directory that already holds weights, or no shards.
+    """
+    directory = Path(directory)
+    if shards < 1:
+        raise InputError(f"shards {shards}: at least one is needed")
+    if directory.is_dir() and any(directory.glob("*.safetensors")):
+        raise InputError(f"{directory}: already holds .safetensors files; give an empty directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    layout = published_tensors(config, nvfp4)
+    files = _distribute(layout, shards)
+    total = sum(_nbytes(*entry) for entry in layout.values())
+    with Progress(total, label=f"writing {directory}", quiet=quiet) as progress:
+        for file, names in files.items():
+            with open(directory / file, "wb") as stream:
+                stream.write(_header({name: layout[name] for name in names}))
+                for name in names:
+                    _write_tensor(stream, config, layout, seed, name, progress)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(directory / "config.json", config.to_dict())
+    if nvfp4:
+        _write_json(directory / "hf_quant_config.json", _quant_config(config))
+    return total
+
+
+def _distribute(layout: Layout, shards: int) -> dict[str, list[str]]:
+    """File -> tensors: the draft head apart, the rest spread evenly by bytes, wide dtypes first so that all stay aligned."""
+    names = [f"model-{shard + 1:05d}-of-{shards:05d}.safetensors" for shard in range(shards)]
+    files: dict[str, list[str]] = {name: [] for name in names}
+    loads = [0] * shards
+    for name in sorted(layout, key=lambda name: (-_nbytes(*layout[name]), name)):
+        if name.startswith("model.mtp."):
+            files.setdefault(DRAFT_HEAD, []).append(name)
+            continue
+        shard = loads.index(min(loads))
+        files[names[shard]].append(name)
+        loads[shard] += _nbytes(*layout[name])
+    return {file: sorted(part, key=lambda name: (-DTYPES[layout[name][0]].itemsize, name)) for file, part in files.items()}
+
+
+def _header(part: Layout) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in part.items():
+        start, end = end, end + _nbytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(stream: BinaryIO, config: ModelConfig, layout: Layout, seed: int, name: str, progress: Progress) -> None:
+    dtype, shape = layout[name]
+    if dtype == "I64":
+        _, packed = layout[name.removesuffix(".original_shape")]
+        stream.write(original_shape(packed).tobytes())
+        return
+    for block in random_blocks(config, seed, name, dtype, shape):
+        stream.write(block.view("u1").data)
+        progress.advance(block.nbytes)
+
+
+def _quant_config(config: ModelConfig) -> dict[str, object]:
+    """hf_quant_config.json (spec 1.3): what is left in BF16 is listed by module."""
+    text = config.text
+    exclude = ["model.llm.embed", "model.llm.unembed", "model.audio*", "model.visual*", "model.mtp*"]
+    for layer in range(text.num_layers):
+        prefix = f"model.llm.layers.{layer}."
+        exclude.append(prefix + "attn")
+        if text.dense_layers[layer]:
+            exclude += [prefix + "mlp.w13_dn", prefix + "mlp.w2_md"]
+            continue
+        exclude += [prefix + "mlp.gate", prefix + "mlp.shared_experts"]
+        if is_first_sparse(text, layer):
+            exclude.append(prefix + "mlp.experts")
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": exclude}
+    return {"quantization": quantization}
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def _write_json(file: Path, content: object) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
