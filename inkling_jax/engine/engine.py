@@ -1,0 +1,300 @@
+"""The engine: requests in, tokens out. It dispatches steps to the device and reads their results one step behind.
+
+Knows token ids and no text. One engine owns one state; every method is called from one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence as SequenceOf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inkling_jax.cache.paged import CacheShape
+from inkling_jax.config import TextConfig
+from inkling_jax.engine import sampler
+from inkling_jax.engine.request import Request, SamplingParams, request_key
+from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
+from inkling_jax.engine.state import EngineState, PageUpdates
+from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
+from inkling_jax.errors import InputError
+
+SMALLEST_CHUNK = 16  # tokens of the smallest prefill bucket
+LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
+SMALLEST_CONTEXT = 1024  # positions of the smallest context bucket; they grow fourfold
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How the engine works; none of it changes a token."""
+
+    chunk: int = 512  # prompt tokens a step
+    tokens_per_call: int = 8  # decode steps a host call
+    ahead: int = 1  # steps dispatched before the oldest's result is read
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a request has made since the last Output; the stop token is not among token_ids."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str | None = None  # "stop", "length" or "error"
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class _InFlight:
+    """A dispatched step: who its rows are, and results that the device may still be computing."""
+
+    rows: list[tuple[int, Sequence]]
+    sampled: Sampled
+    step: int
+
+
+class Engine:
+    """Runs requests to their end. `banned` ids (the media slots) are never sampled, `default_stop_ids` end a request by default."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        leaves: list[jax.Array],
+        state: EngineState,
+        config: TextConfig,
+        shape: CacheShape,
+        *,
+        banned: tuple[int, ...] = (),
+        default_stop_ids: tuple[int, ...] = (),
+        options: EngineOptions = EngineOptions(),
+    ):
+        window = config.local_attention.window or shape.max_context
+        self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
+        self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
+        self.shape = shape
+        self.scheduler = Scheduler(
+            Limits(
+                slots=shape.slots,
+                page_size=shape.page_size,
+                global_pages=shape.global_pages,
+                local_pages=shape.local_pages,
+                global_width=shape.table_width(None),
+                local_width=shape.table_width(window),
+                window=window,
+                max_context=shape.max_context,
+                chunk=options.chunk,
+            )
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_id, self._step = 0, 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished or any result unread."""
+        return bool(self._sequences or self._in_flight)
+
+    def add(self, request: Request) -> int:
+        """Queue a request; its id. Raises InputError or CapacityError naming what is wrong with it."""
+        check_ids(request.prompt_ids, self.vocab)
+        request.params.validate_for(self.vocab)
+        sequence = self.scheduler.add(request)
+        self._next_id += 1
+        self._sequences[self._next_id] = sequence
+        sequence.id = self._next_id
+        return self._next_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request; nothing more comes out of it. Unknown and finished ids are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.retire(sequence)
+
+    def step(self) -> list[Output]:
+        """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
+        for sequence in self.scheduler.admit():
+            self._admit(sequence)
+        rows = _bucket(self.shape.slots)
+        parts = self.scheduler.next_chunk(rows)
+        if parts:
+            self._dispatch_prefill(parts)
+        else:
+            decoding = [s for s in self.scheduler.running if s.decoding]
+            if decoding:
+                self._dispatch_decode(decoding)
+            elif not self._in_flight:
+                return []
+            else:
+                return self._collect()
+        return self._collect() if len(self._in_flight) > self.options.ahead else []
+
+    def run(self) -> Iterator[Output]:
+        """Step until nothing is left."""
+        while self.busy:
+            yield from self.step()
+
+    def evaluate(self, token_ids: SequenceOf[int], trace: bool = False) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Logits [t, usable] and, with `trace`, hidden states and routing, of each chunk of a prompt in turn (teacher forced).
+
+        Takes a slot and pages like any request, and gives them back.
+        """
+        check_ids(token_ids, self.vocab)
+        sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1)))
+        try:
+            while sequence.slot < 0:
+                self.scheduler.admit()
+                if sequence.slot < 0 and not self._in_flight:
+                    raise InputError("no slot or pages are free to score a prompt: finish or cancel running requests first")
+            while sequence.prefilled < sequence.prompt_length:
+                begin = sequence.prefilled
+                sequence.prefilled = min(sequence.prompt_length, begin + self.options.chunk)
+                chunk, context = self._chunk([(sequence, begin, sequence.prefilled)])
+                (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
+                count = sequence.prefilled - begin
+                yield np.asarray(logits[:count], np.float32), {name: np.asarray(value[:count]) for name, value in tape.items()}
+        finally:
+            self.scheduler.retire(sequence)
+
+    def _admit(self, sequence: Sequence) -> None:
+        request = sequence.request
+        key = request_key(request.params.seed, request.sample)
+        values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
+        values["max_tokens"] = np.int32(sequence.max_tokens)
+        row = sampler.prompt_row(request.prompt_ids, self.vocab)
+        self.state = dataclasses.replace(self.state, sampler=sampler.admit(self.state.sampler, sequence.slot, values, row))
+
+    def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
+        chunk, context = self._chunk(parts)
+        ending = [s for s, _, end in parts if end == s.prompt_length]
+        sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=self._sampling(ending))
+        for sequence in ending:
+            sequence.dispatched = 1
+        rows = [(row, s) for row, (s, _, end) in enumerate(parts) if end == s.prompt_length]
+        self._launched(rows, jax.tree.map(lambda a: a[None], sampled))
+
+    def _dispatch_decode(self, sequences: list[Sequence]) -> None:
+        steps = self.options.tokens_per_call
+        slots = np.full(_bucket(len(sequences)), self.shape.slots, np.int32)
+        slots[: len(sequences)] = [s.slot for s in sequences]
+        entries: dict[str, list[tuple[int, int, int]]] = {"global": [], "local": []}
+        longest = 0
+        for sequence in sequences:
+            end = min(sequence.prompt_length + sequence.dispatched - 1 + steps, sequence.total)
+            self._grow(sequence, sequence.position, end, entries)
+            sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
+            longest = max(longest, end)
+        updates = self._updates(entries, len(slots) * (steps // self.shape.page_size + 2))
+        sampled, self.state = self.programs.decode(
+            self.leaves, self.state, (slots, updates), context=self._context(longest), sampling=self._sampling(sequences), steps=steps
+        )
+        self._launched(list(enumerate(sequences)), sampled)
+
+    def _launched(self, rows: list[tuple[int, Sequence]], sampled: Sampled) -> None:
+        self._step += 1
+        for leaf in jax.tree.leaves(sampled):
+            leaf.copy_to_host_async()
+        self._in_flight.append(_InFlight(rows, sampled, self._step))
+
+    def _collect(self) -> list[Output]:
+        """Read the oldest step in flight and turn its rows into outputs."""
+        flight = self._in_flight.popleft()
+        sampled = jax.device_get(flight.sampled)
+        outputs = []
+        for row, sequence in flight.rows:
+            if sequence.done:
+                continue
+            output = self._output(sequence, jax.tree.map(lambda a, row=row: a[:, row], sampled), flight.step)
+            if output.finish_reason:
+                del self._sequences[sequence.id]
+                self.scheduler.retire(sequence)
+            outputs.append(output)
+        return outputs
+
+    def _output(self, sequence: Sequence, sampled: Sampled, step: int) -> Output:
+        result, tokens, logprobs = sampled.result, [], []
+        reason = error = None
+        for i in np.flatnonzero(sampled.emitted):
+            sequence.collected += 1
+            if not result.finite[i]:
+                reason, error = "error", f"the logits of step {step} are not finite (generated token {sequence.collected})"
+                break
+            if result.stopped[i]:
+                reason = "stop"
+                break
+            tokens.append(int(result.tokens[i]))
+            if sequence.request.params.logprobs is not None:
+                top = zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True)
+                logprobs.append(TokenLogprobs(tokens[-1], float(result.logprob[i]), tuple(top)[: sequence.request.params.logprobs]))
+            if result.exhausted[i]:
+                reason = "length"
+        return Output(sequence.id, tuple(tokens), tuple(logprobs), reason, error)
+
+    def _chunk(self, parts: list[tuple[Sequence, int, int]]) -> tuple[Chunk, int]:
+        """The device's view of prompt parts, padded to a bucket, and the context bucket that holds them."""
+        places = _bucket(max(sum(end - begin for _, begin, end in parts), SMALLEST_CHUNK))
+        rows = 1 if len(parts) == 1 else _bucket(self.shape.slots)
+        ids = np.zeros(places, np.int32)
+        slot, count, length = np.full(rows, self.shape.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        last = np.zeros(rows, bool)
+        entries: dict[str, list[tuple[int, int, int]]] = {"global": [], "local": []}
+        at = 0
+        for row, (sequence, begin, end) in enumerate(parts):
+            ids[at : at + end - begin] = sequence.request.prompt_ids[begin:end]
+            slot[row], count[row], length[row], last[row] = sequence.slot, end - begin, end, end == sequence.prompt_length
+            at += end - begin
+            self._grow(sequence, begin, end, entries)
+        updates = self._updates(entries, places // self.shape.page_size + 2 * rows)
+        return Chunk(ids, slot, count, length, last, updates), self._context(int(length.max()))
+
+    def _grow(self, sequence: Sequence, begin: int, end: int, entries: dict[str, list[tuple[int, int, int]]]) -> None:
+        for name, new in self.scheduler.grow(sequence, begin, end).items():
+            entries[name] += [(sequence.slot, column, page) for column, page in new]
+
+    def _updates(self, entries: dict[str, list[tuple[int, int, int]]], capacity: int) -> PageUpdates:
+        def table(new: list[tuple[int, int, int]]) -> np.ndarray:
+            out = np.full((capacity, 3), np.iinfo(np.int32).max, np.int32)
+            out[: len(new)] = np.asarray(new, np.int32).reshape(-1, 3)
+            return out
+
+        return PageUpdates(table(entries["global"]), table(entries["local"]))
+
+    def _sampling(self, sequences: list[Sequence]) -> Sampling:
+        params = [s.request.params for s in sequences]
+        wanted = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        alternatives = None if wanted is None else min(self.vocab, next(n for n in LOGPROB_BUCKETS if n >= wanted))
+        return Sampling(sampler.mode_for(params), alternatives, self.banned)
+
+    def _context(self, length: int) -> int:
+        """The static bound on lengths: a power of four times the smallest, or the whole context."""
+        bound = SMALLEST_CONTEXT
+        while bound < length:
+            bound *= 4
+        page = self.shape.page_size
+        return min(bound, -(-self.shape.max_context // page) * page)
+
+
+def check_ids(token_ids: SequenceOf[int], vocab: int) -> None:
+    """Raise InputError for the first id outside the usable vocabulary, or for no ids at all: the device would clamp in silence."""
+    if not len(token_ids):
+        raise InputError("the prompt is empty: give at least one token")
+    for place, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+            raise InputError(f"token {place} of the prompt is {token!r}: ids are integers from 0 to {vocab - 1}")
+
+
+def _bucket(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+

@@ -1,0 +1,191 @@
+"""The jitted programs: prefill of a ragged chunk, N decode steps, and the forward that scores or traces.
+
+Each is one shard_map over the mesh around one forward. The model is split once; programs take its flat leaves and merge while
+tracing (design 1). Shapes are bucketed by the caller; what is static is named in each signature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from inkling_jax.cache.ragged import Ragged
+from inkling_jax.engine.sampler import Mode, SampleResult, advance, sample
+from inkling_jax.engine.state import EngineState, PageUpdates
+from inkling_jax.model import Inkling
+from inkling_jax.sharding.rules import partition_spec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens of B rows laid end to end in row order, T places. Rows past the last used have count 0 and the padding slot."""
+
+    token_ids: Int[Array, " T"]
+    slot: Int[Array, " B"]
+    count: Int[Array, " B"]
+    length: Int[Array, " B"]  # of the sequence, this chunk included
+    last: Bool[Array, " B"]  # the prompt ends in this chunk: sample its first token
+    updates: PageUpdates
+
+    def ragged(self) -> Ragged:
+        """The same rows with each token's place worked out."""
+        tokens = self.token_ids.shape[0]
+        ends = jnp.cumsum(self.count)
+        start = ends - self.count
+        token = jnp.arange(tokens)
+        row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), self.count.shape[0] - 1)
+        offset = token - start[row]
+        valid = token < ends[-1]
+        position = jnp.where(valid, (self.length - self.count)[row] + offset, 0)
+        return Ragged(self.slot, start, self.count, self.length, row, jnp.where(valid, offset, 0), position, valid, longest=tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """One token for each of B rows; rows that are not `emitted` were idle and the rest of their fields is meaningless."""
+
+    emitted: Bool[Array, " B"]
+    result: SampleResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Static choices of a step's sampler."""
+
+    mode: Mode
+    top_logprobs: int | None  # None: no logprobs at all
+    banned: tuple[int, ...]
+
+
+class Programs:
+    """The compiled programs of one model on one mesh."""
+
+    def __init__(self, model: Inkling, mesh: Mesh, dtype: jnp.dtype):
+        self.graph, abstract = nnx.split(model)
+        self.tree = jax.tree.structure(abstract)
+        self.mesh, self.dtype = mesh, dtype
+        self.weight_specs = [partition_spec(leaf.axes) for _, leaf in nnx.to_flat_state(abstract)]
+        self.prefill = self._compile(self._prefill, ("context", "sampling"))
+        self.decode = self._compile(self._decode, ("context", "sampling", "steps"))
+        self.score = self._compile(self._score, ("context", "trace"))
+
+    def _compile(self, step: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+        """jit of shard_map of `step(leaves, state, inputs, **static)`; the state is donated."""
+
+        @functools.partial(jax.jit, static_argnames=static, donate_argnums=1)
+        def program(leaves: list[Array], state: EngineState, inputs: Any, **options: Any) -> Any:
+            specs = state_specs(state)
+            body = jax.shard_map(
+                functools.partial(step, **options),
+                mesh=self.mesh,
+                in_specs=(self.weight_specs, specs, PartitionSpec()),
+                out_specs=(PartitionSpec(), specs),
+                check_vma=False,  # kernels inside cannot state how they vary over the mesh
+            )
+            with self._precision():
+                return body(leaves, state, inputs)
+
+        return program
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """float32 means float32: on the GPU a product would otherwise round its inputs to TF32."""
+        with jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else "default"):
+            yield
+
+    def _model(self, leaves: list[Array]) -> Inkling:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+
+    def _prefill(
+        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling
+    ) -> tuple[Sampled, EngineState]:
+        """Append a chunk; rows whose prompt ends in it sample a token and, unless that ends them, become live."""
+        model, ragged = self._model(leaves), chunk.ragged()
+        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context)
+        last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
+        state = dataclasses.replace(state, cache=cache)
+        return _sample(model, state, z[last_token], ragged, chunk.last, sampling)
+
+    def _decode(
+        self, leaves: list[Array], state: EngineState, inputs: tuple[Int[Array, " B"], PageUpdates], *, context: int, sampling: Sampling, steps: int
+    ) -> tuple[Sampled, EngineState]:
+        """`steps` tokens for each row's slot, [steps, B]; a row that ends on the way idles through the rest."""
+        model, (slots, updates) = self._model(leaves), inputs
+        state = dataclasses.replace(state, cache=updates.apply(state.cache))
+
+        def step(state: EngineState, _: None) -> tuple[EngineState, Sampled]:
+            ragged = _one_token_each(state, slots)
+            z, cache = model(state.last_token[slots], state.cache, ragged, context)
+            state = dataclasses.replace(state, cache=cache)
+            sampled, state = _sample(model, state, z, ragged, ragged.valid, sampling)
+            return state, sampled
+
+        if steps == 1:
+            state, sampled = step(state, None)
+            return jax.tree.map(lambda a: a[None], sampled), state
+        state, sampled = jax.lax.scan(step, state, None, length=steps)
+        return sampled, state
+
+    def _score(
+        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, trace: bool
+    ) -> tuple[tuple[Float[Array, "T usable"], dict[str, Array]], EngineState]:
+        """Append a chunk; logits after each of its tokens and, with `trace`, hidden states and routing."""
+        model, tape = self._model(leaves), {}
+        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), chunk.ragged(), context, tape if trace else None)
+        return (model.logits(z), tape), dataclasses.replace(state, cache=cache)
+
+
+def state_specs(state: EngineState) -> EngineState:
+    """PartitionSpecs of a state: key heads over the model axes, the rest on every rank."""
+    by_heads = {"k_pages": 1, "v_pages": 1, "k_conv": 2, "v_conv": 2}
+    rest = jax.tree.map(lambda _: PartitionSpec(), state)
+    layers = tuple(
+        dataclasses.replace(layer, **{name: partition_spec((None,) * axis + ("kv_heads",)) for name, axis in by_heads.items()})
+        for layer in rest.cache.layers
+    )
+    return dataclasses.replace(rest, cache=dataclasses.replace(rest.cache, layers=layers))
+
+
+def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:
+    rows = jnp.arange(slots.shape[0])
+    live = state.live[slots]
+    position = jnp.where(live, state.length[slots], 0)
+    count = live.astype(jnp.int32)
+    return Ragged(slots, rows, count, position + count, rows, jnp.zeros_like(rows), position, live, longest=1)
+
+
+def _sample(
+    model: Inkling, state: EngineState, z: Float[Array, "B D"], ragged: Ragged, wanted: Bool[Array, " B"], sampling: Sampling
+) -> tuple[Sampled, EngineState]:
+    """Sample for the wanted rows and book the step: lengths, last tokens, who goes on."""
+    result = sample(
+        model.logits(z),
+        state.sampler,
+        ragged.slot,
+        banned=sampling.banned,
+        mode=sampling.mode,
+        top_logprobs=sampling.top_logprobs or 0,
+    )
+    if sampling.top_logprobs is None:
+        result = dataclasses.replace(result, logprob=jnp.zeros_like(result.logprob))
+    going = wanted & result.finite & ~result.stopped & ~result.exhausted
+    slot = jnp.where(ragged.count > 0, ragged.slot, state.length.shape[0])  # idle rows drop their writes
+    state = dataclasses.replace(
+        state,
+        sampler=advance(state.sampler, ragged.slot, result.tokens, wanted & result.finite),
+        last_token=state.last_token.at[slot].set(result.tokens, mode="drop"),
+        length=state.length.at[slot].set(ragged.length, mode="drop"),
+        live=state.live.at[slot].set(going, mode="drop"),
+    )
+    return Sampled(wanted, result), state
