@@ -1,0 +1,83 @@
+"""The built-in chat format of the family (spec 6), for checkpoints that bring no template of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from inkling_jax.inputs.messages import canonical_json, check_messages, check_tools, parse_effort
+from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
+
+__all__ = ["Control", "Segment", "Text", "encode_segments", "render"]
+
+_ROLE_TOKENS = {"system": "message_system", "user": "message_user", "assistant": "message_model", "tool": "message_tool"}
+
+
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    effort: str | float | None = None,
+    add_generation_prompt: bool = True,
+) -> list[Segment]:
+    """Segments of a conversation: tools, leading system messages, the effort line, the turns, the model's opening (spec 6).
+
+    `effort` is a name or a number in [0, 0.99]. Raises InputError naming the message, part or field at fault.
+    """
+    checked = check_messages(messages)
+    effort_line = f"Thinking effort level: {_effort_text(parse_effort(effort))}"
+    leading = next((n for n, message in enumerate(checked) if message["role"] != "system"), len(checked))
+    segments: list[Segment] = []
+    declared = [{**tool["function"], "type": tool["type"]} for tool in check_tools(tools)]
+    if declared:
+        segments += _block("message_system", "content_xml", canonical_json(declared, "tools"), name="tool_declare")
+    for message in checked[:leading]:
+        segments += _turn(message)
+    segments += _block("message_system", "content_text", effort_line)
+    for message in checked[leading:]:
+        segments += _turn(message)
+    if add_generation_prompt:
+        segments.append(_control("message_model"))
+    return segments
+
+
+def _turn(message: Mapping[str, Any]) -> list[Segment]:
+    """Blocks of one message: one a part, never joined; a model's turn, unless it is empty, ends with its end of sampling."""
+    opener = _ROLE_TOKENS[message["role"]]
+    segments = [s for kind, text in _parts(message) for s in _block(opener, kind, text, name=message.get("name", ""))]
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        name, args = (canonical_json(function[key], f"tool call {key}") for key in ("name", "arguments"))
+        payload = f'{{"name":{name},"args":{args}}}'  # the envelope keeps this order, only what is inside it is sorted
+        segments += _block(opener, "content_invoke_tool_json", payload, name=function["name"])
+    if message["role"] == "assistant" and segments:
+        segments.append(_control("content_model_end_sampling"))
+    return segments
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(content token, text) of each block of a message besides its tool calls. Media parts will yield theirs here."""
+    if message.get("reasoning_content"):
+        yield "content_thinking", message["reasoning_content"]
+    content = message["content"]
+    if isinstance(content, str):
+        # A client that has nothing to say beside a tool call sends "" as often as null.
+        if content or message["role"] != "assistant":
+            yield "content_text", content
+        return
+    for part in content or ():
+        yield f"content_{part['type']}", part[part["type"]]
+
+
+def _block(opener: str, kind: str, payload: str, *, name: str = "") -> list[Segment]:
+    body: list[Segment] = [_control(opener), Text(name), _control(kind), Text(payload), _control("end_message")]
+    return [s for s in body if s != Text("")]
+
+
+def _control(role: str) -> Control:
+    return Control(f"<|{role}|>")
+
+
+def _effort_text(effort: float) -> str:
+    """At most two decimals, zero as "0": how the family spells it (spec 6)."""
+    return f"{effort:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,160 @@
+"""Validation of what a chat is made of: messages and tools in the OpenAI shape, and the thinking effort (spec 6)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inkling_jax.errors import InputError
+
+ROLES = ("system", "user", "assistant", "tool")
+EFFORT_NAMES = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99, "max": 0.99}
+DEFAULT_EFFORT = 0.9
+MAX_EFFORT = 0.99
+MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "input_video")
+
+
+def parse_effort(effort: str | float | None) -> float:
+    """The effort as a number in [0, 0.99] of at most two decimals; None is the default 0.9. Raises InputError for any other."""
+    if effort is None:
+        return DEFAULT_EFFORT
+    if isinstance(effort, str) and effort in EFFORT_NAMES:
+        return EFFORT_NAMES[effort]
+    try:
+        value = math.nan if isinstance(effort, bool) else float(effort)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value <= MAX_EFFORT or abs(value * 100 - round(value * 100)) > 1e-6:
+        names = ", ".join(EFFORT_NAMES)
+        raise InputError(f"effort {effort!r} is none of {names}, nor a number from 0 to {MAX_EFFORT} with at most two decimals")
+    return round(value, 2)
+
+
+def canonical_json(value: Any, where: str) -> str:
+    """JSON as in training (spec 6): no spaces, keys sorted at all depths, non-ASCII kept. InputError names `where`."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Function declarations as {"type", "function": {"name", "description", "parameters"}}, the last two never missing."""
+    if tools is None:
+        return []
+    checked = []
+    for n, tool in enumerate(_sequence(tools, "tools")):
+        where = f"tools[{n}]"
+        tool = _mapping(tool, where)
+        function = _mapping(tool.get("function"), f"{where}.function")
+        name = _string(function.get("name"), f"{where}.function.name")
+        if not name:
+            raise InputError(f"{where}.function.name is empty")
+        spec = {
+            "name": name,
+            "description": _string(function.get("description") or "", f"{where}.function.description"),
+            "parameters": dict(_mapping(function.get("parameters") or {}, f"{where}.function.parameters")),
+        }
+        canonical_json(spec, where)
+        checked.append({"type": _string(tool.get("type", "function"), f"{where}.type"), "function": spec})
+    return checked
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with every shape that callers use made one; raises InputError naming the message and field at fault.
+
+    Each has `role` and `content` (a str, a list of {"type": "text" | "thinking", ...} parts, or None). An assistant's may have
+    `reasoning_content` and `tool_calls` ({"id", "type", "function": {"name", "arguments": dict}}); a tool's has the `name` of
+    its function, looked up by `tool_call_id` if need be ("" when no call has that id).
+    """
+    names_by_call: dict[str, str] = {}
+    checked = []
+    for n, message in enumerate(_sequence(messages, "messages")):
+        where = f"messages[{n}]"
+        message = _mapping(message, where)
+        role = message.get("role")
+        if role not in ROLES:
+            raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+        content = _content(message.get("content"), role, f"{where}.content")
+        result: dict[str, Any] = {"role": role, "content": content}
+        if role == "assistant":
+            reasoning = message.get("reasoning_content")
+            if reasoning is not None:
+                result["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
+            calls = _sequence(message.get("tool_calls") or [], f"{where}.tool_calls")
+            if calls:
+                result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+                names_by_call |= {c["id"]: c["function"]["name"] for c in result["tool_calls"] if c["id"]}
+        elif content is None:
+            raise InputError(f"{where}.content is missing; only an assistant's may be")
+        if role == "tool":
+            call_id = message.get("tool_call_id")
+            name = message.get("name")
+            result["name"] = _string(name if name else names_by_call.get(str(call_id), ""), f"{where}.name")
+            if call_id is not None:
+                result["tool_call_id"] = _string(call_id, f"{where}.tool_call_id")
+        checked.append(result)
+    if not checked:
+        raise InputError("messages is empty: give at least one")
+    return checked
+
+
+def _content(content: Any, role: str, where: str) -> str | list[dict[str, Any]] | None:
+    if content is None or isinstance(content, str):
+        return content
+    return [_part(part, role, f"{where}[{n}]") for n, part in enumerate(_sequence(content, where))]
+
+
+def _part(part: Any, role: str, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    part = _mapping(part, where)
+    kind = part.get("type")
+    if kind in MEDIA_PARTS:
+        raise InputError(f"{where} is of type {kind!r}, which is not supported yet: give text only")
+    if kind == "thinking" and role != "assistant":
+        raise InputError(f"{where} is of type 'thinking', which only an assistant message may hold")
+    if kind not in ("text", "thinking"):
+        raise InputError(f"{where} is of unknown type {kind!r}; it must be 'text' (or 'thinking' of an assistant)")
+    return {"type": kind, kind: _string(part.get(kind), f"{where}.{kind}")}
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    call = _mapping(call, where)
+    function = _mapping(call.get("function"), f"{where}.function")
+    name = _string(function.get("name"), f"{where}.function.name")
+    arguments = function.get("arguments")
+    where_arguments = f"{where}.function.arguments"
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where_arguments} is a string that is not JSON: {error}") from None
+    arguments = dict(_mapping({} if arguments in (None, "") else arguments, where_arguments))
+    canonical_json(arguments, where_arguments)
+    call_id = call.get("id")
+    return {
+        "id": "" if call_id is None else _string(call_id, f"{where}.id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} must be an object, not {type(value).__name__}")
+    return value
+
+
+def _sequence(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{where} must be a list, not {type(value).__name__}")
+    return value
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where} must be a string, not {type(value).__name__}")
+    return value

@@ -1,0 +1,298 @@
+"""The built-in chat format against conversations written out by hand, message shapes, and checkpoints' own templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inkling_jax.errors import InputError
+from inkling_jax.inputs.chat import Control, Segment, Text, encode_segments, render
+from inkling_jax.inputs.chat_template import ChatTemplate, chat_renderer
+from inkling_jax.inputs.control import CONTROL_TOKENS
+from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
+from inkling_jax.inputs.messages import canonical_json
+from inkling_jax.inputs.tokenizer import Tokenizer
+
+CASES = json.loads((Path(__file__).parent / "data" / "chat.json").read_text(encoding="utf-8"))["cases"]
+MEDIA = [c for c in CASES if any("image_slots" in s or "audio_slots" in s for s in c["expect"])]
+TEXT = [c for c in CASES if c not in MEDIA]
+SPELLINGS = [s for token in CONTROL_TOKENS.values() for s in token.spellings]
+HOSTILE = st.lists(
+    st.one_of(st.sampled_from([*SPELLINGS, "<|", "|>", "<", "|", ">", "end_message", " ", "\ue000", "{{ 7*7 }}"]), st.text()),
+    max_size=6,
+).map("".join)
+USER = {"role": "user", "content": "Hi"}
+
+
+def segments_of(case: dict) -> list[Segment]:
+    return [Control(s["control"]) if "control" in s else Text(s["text"]) for s in case["expect"]]
+
+
+def options(case: dict) -> dict:
+    return {key: case[key] for key in ("tools", "effort", "add_generation_prompt") if key in case}
+
+
+def body(messages: list, **kw) -> str:
+    """What comes after the effort line, as one string (for reading only: text is not marked in it)."""
+    segments = render(messages, add_generation_prompt=False, **kw)
+    after = segments.index(Text("Thinking effort level: 0.9")) + 2
+    return "".join(s.spelling if isinstance(s, Control) else s.text for s in segments[after:])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo_tokenizer(directory, 320)
+    return Tokenizer.from_directory(directory, None)
+
+
+def test_there_are_cases():
+    assert len(TEXT) == 12 and len(MEDIA) == 2
+
+
+@pytest.mark.parametrize("case", TEXT, ids=lambda c: c["name"])
+def test_written_out_conversations(case: dict, tokenizer: Tokenizer):
+    segments = render(case["messages"], **options(case))
+    assert segments == segments_of(case)
+    expected = [tokenizer.id_of(s["control"]) if "control" in s else tokenizer.encode(s["text"]) for s in case["expect"]]
+    flat = [i for ids in expected for i in (ids if isinstance(ids, list) else [ids])]
+    assert encode_segments(segments, tokenizer) == flat
+
+
+@pytest.mark.parametrize("case", MEDIA, ids=lambda c: c["name"])
+def test_media_are_refused_by_name(case: dict):
+    with pytest.raises(InputError, match=r"messages\[0\].content\[\d\] is of type '(image|audio)', which is not supported yet"):
+        render(case["messages"])
+
+
+@pytest.mark.parametrize(
+    ("effort", "spelled"),
+    [(None, "0.9"), (0, "0"), (0.0, "0"), ("0", "0"), ("none", "0"), ("minimal", "0.1"), (0.10, "0.1"), ("0.35", "0.35")]
+    + [(0.29, "0.29")]
+    + [("medium", "0.7"), ("high", "0.9"), ("xhigh", "0.99"), ("max", "0.99"), (0.99, "0.99"), (0.01, "0.01")],
+)
+def test_effort(effort, spelled: str):
+    assert Text(f"Thinking effort level: {spelled}") in render([USER], effort=effort)
+
+
+@pytest.mark.parametrize("effort", [1, 1.0, 0.991, -0.1, 0.355, float("nan"), float("inf"), "loud", "", True, [0.5], "1e9"])
+def test_bad_effort(effort):
+    with pytest.raises(InputError, match="effort .* is none of none, minimal, .*0 to 0.99 with at most two decimals"):
+        render([USER], effort=effort)
+
+
+def test_json_of_tools():
+    spec = {"z": 1, "a": {"n": 2.5, "m": True, "b": None}}
+    assert canonical_json(spec, "x") == '{"a":{"b":null,"m":true,"n":2.5},"z":1}'
+    declared = render([USER], tools=[{"type": "function", "function": {"name": "é"}}])[3]
+    assert declared == Text('[{"description":"","name":"é","parameters":{},"type":"function"}]')
+    assert render([USER], tools=[]) == render([USER])
+
+
+def test_message_shapes():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "é"}'}}
+    text = "<|content_text|>{}<|end_message|>"
+    called = '<|message_model|>f<|content_invoke_tool_json|>{"name":"f","args":{"a":"é","b":1}}<|end_message|>'
+    end = "<|content_model_end_sampling|>"
+    assert body([{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]) == "".join(
+        "<|message_user|>" + text.format(part) for part in "ab"
+    )
+    assert body([{"role": "user", "content": []}]) == ""
+    assert body([{"role": "user", "content": ""}]) == "<|message_user|>" + text.format("")
+    for nothing in (None, "", []):
+        assert body([{"role": "assistant", "content": nothing, "tool_calls": [call]}]) == called + end
+        assert body([{"role": "assistant", "content": nothing}]) == ""
+    assert body([{"role": "assistant", "tool_calls": [call, call], "content": "x"}]) == (
+        "<|message_model|>" + text.format("x") + called + called + end
+    )
+    for empty in ({}, "", None, "{}"):
+        no_arguments = {"function": {"name": "f", "arguments": empty}}
+        assert '{"name":"f","args":{}}' in body([{"role": "assistant", "content": None, "tool_calls": [no_arguments]}])
+    parts = [{"type": "thinking", "thinking": "t"}, "x"]
+    fields = {"reasoning_content": "t", "content": "x"}
+    assert body([{"role": "assistant", "content": parts}]) == body([{"role": "assistant", **fields}])
+
+
+def test_tool_results_are_named_by_their_call():
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}
+    result = "<|message_tool|>{}<|content_text|>r<|end_message|>"
+    for fields, name in [
+        ({"tool_call_id": "c"}, "f"),
+        ({"tool_call_id": "c", "name": "g"}, "g"),
+        ({"tool_call_id": "unknown"}, ""),
+        ({}, ""),
+    ]:
+        assert body([called, {"role": "tool", "content": "r", **fields}]).endswith(result.format(name))
+
+
+def call_with(arguments: object) -> list:
+    return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        ("Hi", "messages must be a list, not str"),
+        (["Hi"], r"messages\[0\] must be an object, not str"),
+        ([USER, {"role": "developer", "content": "x"}], r"messages\[1\].role is 'developer'; it must be one of system, user"),
+        ([{"content": "x"}], r"messages\[0\].role is None"),
+        ([{"role": ["user"], "content": "x"}], r"messages\[0\].role is \['user'\]"),
+        ([{"role": "user"}], r"messages\[0\].content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a list, not int"),
+        ([{"role": "user", "content": [5]}], r"messages\[0\].content\[0\] must be an object, not int"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text must be a string, not NoneType"),
+        ([{"role": "user", "content": [{"type": "poem"}]}], r"content\[0\] is of unknown type 'poem'"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], r"content\[0\] is of unknown type \['text'\]"),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}], "only an assistant"),
+        ([{"role": "user", "content": [{"type": "video_url"}]}], "type 'video_url', which is not supported yet"),
+        ([{"role": "assistant", "reasoning_content": 5}], "reasoning_content must be a string"),
+        (call_with(5), r"tool_calls\[0\].function.arguments must be an object, not int"),
+        (call_with("5"), r"arguments must be an object, not int"),
+        (call_with("{"), r"arguments is a string that is not JSON"),
+        (call_with("[" * 100_000), r"arguments is a string that is not JSON"),
+        (call_with({"a": float("nan")}), r"arguments is not JSON"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], r"tool_calls\[0\].function must be an object"),
+        ([{"role": "assistant", "tool_calls": {}, "content": None}, 7], r"messages\[1\] must be an object"),
+    ],
+)
+def test_bad_messages(messages, message: str):
+    with pytest.raises(InputError, match=message):
+        render(messages)
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ("f", r"tools\[0\] must be an object"),
+        ({"name": "f"}, r"tools\[0\].function must be an object"),
+        ({"function": {"name": ""}}, r"tools\[0\].function.name is empty"),
+        ({"function": {"name": "f", "parameters": {"x": object()}}}, r"tools\[0\] is not JSON"),
+    ],
+)
+def test_bad_tools(tool, message: str):
+    with pytest.raises(InputError, match=message):
+        render([USER], tools=[tool])
+
+
+def test_missing_control_token(tmp_path: Path):
+    write_demo_tokenizer(tmp_path, 320)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|message_user|>", "<|someone|>"))
+    with pytest.raises(InputError, match=r"no <\|message_user\|> token, which the conversation needs"):
+        encode_segments(render([USER]), Tokenizer.from_directory(tmp_path, None))
+
+
+# Spec 6 as a checkpoint's template could say it; it joins, trims, slices and dumps what users wrote.
+TEMPLATE = """
+{%- macro block(role, kind, text, name='') -%}
+<|message_{{ role }}|>{{ name }}<|content_{{ kind }}|>{{ text }}<|end_message|>
+{%- endmacro -%}
+{%- if tools %}{{ block('system', 'xml', tools | tojson, 'tool_declare') }}{% endif -%}
+{%- for m in messages %}
+{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('no such role') }}{% endif %}
+{%- if m.content is string %}
+{{- block({'assistant': 'model'}.get(m.role, m.role), 'text', m.content | trim) }}
+{%- else %}
+{{- block({'assistant': 'model'}.get(m.role, m.role), 'text', m.content | map(attribute='text') | join) }}
+{%- endif %}
+{%- if m.role == 'assistant' %}<|content_model_end_sampling|>{% endif %}
+{%- endfor %}
+{%- if reasoning_effort is defined %}effort {{ reasoning_effort }}{% endif %}
+{%- if add_generation_prompt %}<|message_model|>{% endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def template(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, "chat_template.jinja", tokenizer, {})
+
+
+def spelled(*segments: str) -> list[Segment]:
+    return [Control(s) if s.startswith("<|") else Text(s) for s in segments]
+
+
+def test_template(template: ChatTemplate):
+    tools = [{"type": "function", "function": {"name": "<|end_message|>é", "parameters": {"a|b": 1}}}]
+    messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a | b"}]}]
+    dumped = '[{"type": "function", "function": {"name": "<|end_message|>é", "description": "", "parameters": {"a|b": 1}}}]'
+    assert template.render(messages, tools=tools, effort=0.0) == [
+        *spelled("<|message_system|>", "tool_declare", "<|content_xml|>"),
+        Text(dumped),
+        *spelled("<|end_message|>", "<|message_user|>", "<|content_text|>", "Hi", "<|end_message|>"),
+        *spelled("<|message_model|>", "<|content_text|>", "a | b", "<|end_message|>", "<|content_model_end_sampling|>"),
+        *spelled("effort 0", "<|message_model|>"),
+    ]
+    assert template.render([USER], effort="low", add_generation_prompt=False)[-1] == Text("effort low")
+
+
+@given(parts=st.lists(HOSTILE, min_size=1, max_size=4))
+def test_no_user_text_becomes_a_control_token_in_a_template(template: ChatTemplate, parts: list[str]):
+    message = {"role": "user", "content": [{"type": "text", "text": p} for p in parts]}
+    joined = "".join(parts)
+    text = [Text(joined)] if joined else []
+    opened = spelled("<|message_user|>", "<|content_text|>")
+    assert template.render([message], add_generation_prompt=False) == [*opened, *text, Control("<|end_message|>")]
+    trimmed = [Text(joined.strip())] if joined.strip() else []
+    message = {"role": "user", "content": joined}
+    assert template.render([message], add_generation_prompt=False) == [*opened, *trimmed, Control("<|end_message|>")]
+
+
+@given(text=HOSTILE)
+def test_no_user_text_becomes_a_control_token_in_the_built_in_format(tokenizer: Tokenizer, text: str):
+    ids = encode_segments(render([{"role": "user", "content": text}]), tokenizer)
+    blank = encode_segments(render([{"role": "user", "content": ""}]), tokenizer)
+    assert [i for i in ids if i in tokenizer.control_ids] == [i for i in blank if i in tokenizer.control_ids]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x\n{% if %}", "chat template t.jinja, line 2: "),
+        ("x\n\n{{ raise_exception('roles must alternate') }}", "t.jinja, line 3: TemplateError: roles must alternate"),
+        ("{% for m in messages %}\n{{ m.content + 1 }}{% endfor %}", "t.jinja, line 2: TypeError"),
+        ("{{ messages.__class__.__mro__ }}", "t.jinja, line 1: SecurityError"),
+        ("\n{{ messages.append(1) }}", "t.jinja, line 2: SecurityError"),
+        ("\n{{ nothing.at.all }}", "t.jinja, line 2: UndefinedError"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "t.jinja, line 1: OverflowError"),
+    ],
+)
+def test_template_errors_name_the_line(tokenizer: Tokenizer, source: str, message: str):
+    with pytest.raises(InputError, match=message):
+        ChatTemplate(source, "t.jinja", tokenizer, {}).render([USER])
+
+
+def test_template_of_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer):
+    assert chat_renderer(tmp_path, tokenizer) is render
+    settings = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<|endoftext|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert chat_renderer(tmp_path, tokenizer)([USER]) == spelled("<|endoftext|>", "Hi")
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert chat_renderer(tmp_path, tokenizer)([USER]) == [Text("d")]
+    (tmp_path / "chat_template.jinja").write_text("f", encoding="utf-8")
+    assert chat_renderer(tmp_path, tokenizer)([USER]) == [Text("f")]
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="chat_template.jinja cannot be read"):
+        chat_renderer(tmp_path, tokenizer)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(InputError, match="chat_template must be a string, not int"):
+        chat_renderer(tmp_path, tokenizer)
+
+
+def test_template_that_guards_other_spellings(tmp_path: Path):
+    """A control token without "|" is guarded by its first character, and a template still sees the rest of the text."""
+    write_demo_tokenizer(tmp_path, 320)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|content_tool_error|>", "[ERROR]"))
+    tokenizer = Tokenizer.from_directory(tmp_path, None)
+    source = "[ERROR]{{ messages[0].content.split('</think>')[-1] }}[ERROR]"
+    template = ChatTemplate(source, "t", tokenizer, {})
+    rendered = template.render([{"role": "user", "content": "a</think>[ERROR]<|end_message|>"}])
+    assert rendered == [Control("[ERROR]"), Text("[ERROR]<|end_message|>"), Control("[ERROR]")]
+    assert encode_segments(rendered[:1], tokenizer) == [tokenizer.id_of("[ERROR]")]
