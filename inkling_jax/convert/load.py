@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,14 +12,15 @@ from inkling_jax.convert.weight_map import WeightPlan
 
 
 def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
-    """Every parameter of `plan` on `device` (a device or a sharding), with `dtype` where the parameter's is the model's.
+    """Every parameter of `plan` on `device`, with `dtype` where the parameter's is the model's.
 
+    `device` is a device, a sharding, or a mapping from path to either.
     `progress` hears of the bytes read. Host memory peaks at the parameter being read and what its assembly needs beside it,
     device memory at the parameters so far and one tensor as stored. Raises CheckpointError for content that is refused.
     """
     parameters = {}
     for path, wanted in plan.abstract(dtype).items():
-        parameters[path] = _place(plan, path, wanted, device)
+        parameters[path] = _place(plan, path, wanted, device[path] if isinstance(device, Mapping) else device)
         if progress is not None:
             progress.advance(plan.parameters[path].nbytes)
     return parameters

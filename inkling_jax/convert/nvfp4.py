@@ -56,7 +56,7 @@ def quantize(
     blocks = weight.reshape(*weight.shape[:-1], -1, BLOCK)
     amax = np.abs(blocks).max(-1)
     # A matrix of zeros has no scale of its own; any positive one will do.
-    whole = np.maximum(amax.max((-1, -2)), np.float32(2.0**-40))
+    whole = np.maximum(amax.max((-1, -2)), np.float32(2.0**-110))
     scale2 = (whole / np.float32(E2M1_MAX * E4M3_MAX)).astype(np.float32)
     scale = encode_scale(amax / np.float32(E2M1_MAX) / scale2[..., None, None])
     step = scale.astype(np.float32) * scale2[..., None, None]
