@@ -30,7 +30,8 @@ class Inkling(nnx.Module):
         self.embed = param((config.vocab_size, config.hidden_size), dtype, ("vocab", None))
         self.embed_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if config.use_embed_norm else None
         self.layers = nnx.List(
-            DecoderLayer(config, i, frozenset(name for layer, name in packed if layer == i), dtype) for i in range(config.num_layers)
+            DecoderLayer(config, i, frozenset(name for layer, name in packed if layer == i), dtype)
+            for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.unembed = param((config.vocab_size, config.hidden_size), dtype, ("vocab", None))

@@ -1,7 +1,7 @@
 """The cache of all sequences: paged keys and values in two geometries, and the short convolutions' state by slot.
 
-A frozen value: each step takes one and returns the next, its buffers donated. Global layers keep every page; local layers keep the
-window, so their page table is a ring: absolute page a lives in column a % width, and pages behind the window are used again.
+A frozen value: each step takes one and returns the next, its buffers donated. Global layers keep every page; local layers keep
+the window, so their page table is a ring: absolute page a lives in column a % width, and pages behind the window are used again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def create_cache(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes:
     layers = []
     for layer in range(config.num_layers):
         arrays = layer_arrays(config, shape, layer)
-        local = {name: local_shape(f"cache of layer {layer}, {name}", full, axes, sizes or {}) for name, (full, axes) in arrays.items()}
+        local = {
+            name: local_shape(f"cache of layer {layer}, {name}", full, axes, sizes or {}) for name, (full, axes) in arrays.items()
+        }
         layers.append(LayerCache(**{name: jnp.zeros(size, dtype) for name, size in local.items()}))
     rows = shape.slots + 1
     return Cache(

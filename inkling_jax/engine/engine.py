@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence as SequenceOf
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
+from inkling_jax.engine.pack import Entries, context_bucket, pack_chunk, pack_slots, pack_updates
 from inkling_jax.engine.request import Request, SamplingParams, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
-from inkling_jax.engine.state import EngineState, PageUpdates
+from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
 from inkling_jax.errors import InputError
 
-SMALLEST_CHUNK = 16  # tokens of the smallest prefill bucket
 LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
-SMALLEST_CONTEXT = 1024  # positions of the smallest context bucket; they grow fourfold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class _InFlight:
 
 
 class Engine:
-    """Runs requests to their end. `banned` ids (the media slots) are never sampled, `default_stop_ids` end a request by default."""
+    """Runs requests to their end. `banned` ids (media slots) are never sampled; `default_stop_ids` end a request by default."""
 
     def __init__(
         self,
@@ -99,15 +98,28 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._next_id, self._step = 0, 0
+        self._next_id, self._step, self.closed = 0, 0, False
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or any result unread."""
         return bool(self._sequences or self._in_flight)
 
+    def pending(self, request_id: int) -> bool:
+        """Whether a request is still waiting or running."""
+        return request_id in self._sequences
+
+    def close(self) -> None:
+        """Free the device memory of weights and state; later calls raise InputError."""
+        for array in [*self.leaves, *jax.tree.leaves(self.state)]:
+            array.delete()
+        self.leaves, self.closed = [], True
+        self._sequences.clear()
+        self._in_flight.clear()
+
     def add(self, request: Request) -> int:
         """Queue a request; its id. Raises InputError or CapacityError naming what is wrong with it."""
+        self._check_open()
         check_ids(request.prompt_ids, self.vocab)
         request.params.validate_for(self.vocab)
         sequence = self.scheduler.add(request)
@@ -126,8 +138,7 @@ class Engine:
         """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
         for sequence in self.scheduler.admit():
             self._admit(sequence)
-        rows = _bucket(self.shape.slots)
-        parts = self.scheduler.next_chunk(rows)
+        parts = self.scheduler.next_chunk(self.shape.slots)
         if parts:
             self._dispatch_prefill(parts)
         else:
@@ -150,6 +161,7 @@ class Engine:
 
         Takes a slot and pages like any request, and gives them back.
         """
+        self._check_open()
         check_ids(token_ids, self.vocab)
         sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1)))
         try:
@@ -167,18 +179,24 @@ class Engine:
         finally:
             self.scheduler.retire(sequence)
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise InputError("this model is closed: load it again")
+
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
         key = request_key(request.params.seed, request.sample)
         values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
-        values["max_tokens"] = np.int32(sequence.max_tokens)
+        values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
         row = sampler.prompt_row(request.prompt_ids, self.vocab)
         self.state = dataclasses.replace(self.state, sampler=sampler.admit(self.state.sampler, sequence.slot, values, row))
 
     def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
         chunk, context = self._chunk(parts)
         ending = [s for s, _, end in parts if end == s.prompt_length]
-        sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=self._sampling(ending))
+        sampled, self.state = self.programs.prefill(
+            self.leaves, self.state, chunk, context=context, sampling=self._sampling(ending)
+        )
         for sequence in ending:
             sequence.dispatched = 1
         rows = [(row, s) for row, (s, _, end) in enumerate(parts) if end == s.prompt_length]
@@ -186,18 +204,19 @@ class Engine:
 
     def _dispatch_decode(self, sequences: list[Sequence]) -> None:
         steps = self.options.tokens_per_call
-        slots = np.full(_bucket(len(sequences)), self.shape.slots, np.int32)
-        slots[: len(sequences)] = [s.slot for s in sequences]
-        entries: dict[str, list[tuple[int, int, int]]] = {"global": [], "local": []}
+        slots = pack_slots([s.slot for s in sequences], self.shape)
+        entries: Entries = {"global": [], "local": []}
         longest = 0
         for sequence in sequences:
             end = min(sequence.prompt_length + sequence.dispatched - 1 + steps, sequence.total)
             self._grow(sequence, sequence.position, end, entries)
             sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
             longest = max(longest, end)
-        updates = self._updates(entries, len(slots) * (steps // self.shape.page_size + 2))
+        inputs = (slots, pack_updates(entries, len(slots) * (steps // self.shape.page_size + 2)))
+        context = context_bucket(longest, self.shape)
+        sampling = self._sampling(sequences)
         sampled, self.state = self.programs.decode(
-            self.leaves, self.state, (slots, updates), context=self._context(longest), sampling=self._sampling(sequences), steps=steps
+            self.leaves, self.state, inputs, context=context, sampling=sampling, steps=steps
         )
         self._launched(list(enumerate(sequences)), sampled)
 
@@ -236,39 +255,24 @@ class Engine:
             tokens.append(int(result.tokens[i]))
             if sequence.request.params.logprobs is not None:
                 top = zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True)
-                logprobs.append(TokenLogprobs(tokens[-1], float(result.logprob[i]), tuple(top)[: sequence.request.params.logprobs]))
+                logprobs.append(
+                    TokenLogprobs(tokens[-1], float(result.logprob[i]), tuple(top)[: sequence.request.params.logprobs])
+                )
             if result.exhausted[i]:
                 reason = "length"
         return Output(sequence.id, tuple(tokens), tuple(logprobs), reason, error)
 
     def _chunk(self, parts: list[tuple[Sequence, int, int]]) -> tuple[Chunk, int]:
-        """The device's view of prompt parts, padded to a bucket, and the context bucket that holds them."""
-        places = _bucket(max(sum(end - begin for _, begin, end in parts), SMALLEST_CHUNK))
-        rows = 1 if len(parts) == 1 else _bucket(self.shape.slots)
-        ids = np.zeros(places, np.int32)
-        slot, count, length = np.full(rows, self.shape.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        last = np.zeros(rows, bool)
-        entries: dict[str, list[tuple[int, int, int]]] = {"global": [], "local": []}
-        at = 0
-        for row, (sequence, begin, end) in enumerate(parts):
-            ids[at : at + end - begin] = sequence.request.prompt_ids[begin:end]
-            slot[row], count[row], length[row], last[row] = sequence.slot, end - begin, end, end == sequence.prompt_length
-            at += end - begin
+        """The device's view of prompt parts (sequence, begin, end), and the context bucket that holds them."""
+        entries: Entries = {"global": [], "local": []}
+        for sequence, begin, end in parts:
             self._grow(sequence, begin, end, entries)
-        updates = self._updates(entries, places // self.shape.page_size + 2 * rows)
-        return Chunk(ids, slot, count, length, last, updates), self._context(int(length.max()))
+        packed = [(s.slot, s.request.prompt_ids[begin:end], begin, end == s.prompt_length) for s, begin, end in parts]
+        return pack_chunk(packed, entries, self.shape), context_bucket(max(end for _, _, end in parts), self.shape)
 
-    def _grow(self, sequence: Sequence, begin: int, end: int, entries: dict[str, list[tuple[int, int, int]]]) -> None:
+    def _grow(self, sequence: Sequence, begin: int, end: int, entries: Entries) -> None:
         for name, new in self.scheduler.grow(sequence, begin, end).items():
             entries[name] += [(sequence.slot, column, page) for column, page in new]
-
-    def _updates(self, entries: dict[str, list[tuple[int, int, int]]], capacity: int) -> PageUpdates:
-        def table(new: list[tuple[int, int, int]]) -> np.ndarray:
-            out = np.full((capacity, 3), np.iinfo(np.int32).max, np.int32)
-            out[: len(new)] = np.asarray(new, np.int32).reshape(-1, 3)
-            return out
-
-        return PageUpdates(table(entries["global"]), table(entries["local"]))
 
     def _sampling(self, sequences: list[Sequence]) -> Sampling:
         params = [s.request.params for s in sequences]
@@ -276,25 +280,11 @@ class Engine:
         alternatives = None if wanted is None else min(self.vocab, next(n for n in LOGPROB_BUCKETS if n >= wanted))
         return Sampling(sampler.mode_for(params), alternatives, self.banned)
 
-    def _context(self, length: int) -> int:
-        """The static bound on lengths: a power of four times the smallest, or the whole context."""
-        bound = SMALLEST_CONTEXT
-        while bound < length:
-            bound *= 4
-        page = self.shape.page_size
-        return min(bound, -(-self.shape.max_context // page) * page)
-
 
 def check_ids(token_ids: SequenceOf[int], vocab: int) -> None:
-    """Raise InputError for the first id outside the usable vocabulary, or for no ids at all: the device would clamp in silence."""
+    """Raise InputError for the first id outside the usable vocabulary, or for none at all: the device would clamp in silence."""
     if not len(token_ids):
         raise InputError("the prompt is empty: give at least one token")
     for place, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
             raise InputError(f"token {place} of the prompt is {token!r}: ids are integers from 0 to {vocab - 1}")
-
-
-def _bucket(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
-
-

@@ -30,7 +30,7 @@ class Limits:
 
 
 class Sequence:
-    """A request on its way. The device may be ahead of the host: `dispatched` counts what it may have made, `collected` what is known."""
+    """A request on its way. The device may be ahead: `dispatched` counts what it may have made, `collected` what is known."""
 
     def __init__(self, request: Request, room: int, global_pages: SequencePages, local_pages: SequencePages):
         self.id = -1  # given by the engine
@@ -89,8 +89,8 @@ class Scheduler:
             need, have = pages.worst_case(sequence.total), self.pools[name].pages
             if need > have:
                 raise CapacityError(
-                    f"the request may need {need} pages of the {name} KV pool (prompt {length} + {sequence.max_tokens} new tokens), "
-                    f"the pool has {have}: lower max_tokens or raise kv_memory"
+                    f"the request may need {need} pages of the {name} KV pool "
+                    f"(prompt {length} + {sequence.max_tokens} new tokens), it has {have}: lower max_tokens or raise kv_memory"
                 )
         self.waiting.append(sequence)
         return sequence

@@ -46,7 +46,9 @@ class PageUpdates:
         )
 
 
-def create_state(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, vocab: int, sizes: dict[str, int] | None = None) -> EngineState:
+def create_state(
+    config: TextConfig, shape: CacheShape, dtype: jnp.dtype, vocab: int, sizes: dict[str, int] | None = None
+) -> EngineState:
     """An empty state for one rank of a mesh with axis sizes `sizes`; `vocab` is the width of the logits that it samples from."""
     rows = shape.slots + 1
     return EngineState(

@@ -28,7 +28,7 @@ from inkling_jax.sharding.rules import partition_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens of B rows laid end to end in row order, T places. Rows past the last used have count 0 and the padding slot."""
+    """Prompt tokens of B rows laid end to end in T places, in row order. Rows not used have count 0 and slot `slots`."""
 
     token_ids: Int[Array, " T"]
     slot: Int[Array, " B"]
@@ -47,7 +47,9 @@ class Chunk:
         offset = token - start[row]
         valid = token < ends[-1]
         position = jnp.where(valid, (self.length - self.count)[row] + offset, 0)
-        return Ragged(self.slot, start, self.count, self.length, row, jnp.where(valid, offset, 0), position, valid, longest=tokens)
+        return Ragged(
+            self.slot, start, self.count, self.length, row, jnp.where(valid, offset, 0), position, valid, longest=tokens
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +120,14 @@ class Programs:
         return _sample(model, state, z[last_token], ragged, chunk.last, sampling)
 
     def _decode(
-        self, leaves: list[Array], state: EngineState, inputs: tuple[Int[Array, " B"], PageUpdates], *, context: int, sampling: Sampling, steps: int
+        self,
+        leaves: list[Array],
+        state: EngineState,
+        inputs: tuple[Int[Array, " B"], PageUpdates],
+        *,
+        context: int,
+        sampling: Sampling,
+        steps: int,
     ) -> tuple[Sampled, EngineState]:
         """`steps` tokens for each row's slot, [steps, B]; a row that ends on the way idles through the rest."""
         model, (slots, updates) = self._model(leaves), inputs

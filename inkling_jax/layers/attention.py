@@ -36,7 +36,9 @@ class Attention(nnx.Module):
         self.v_conv = ShortConv((kv_heads, width), config.conv_width, dtype, ("kv_heads", None))
         self.head_dim, self.rel_dim, self.window = width, config.rel_dim, shape.window
         is_global = shape.window is None
-        self.log_scaling = (config.log_scaling_floor, config.log_scaling_alpha) if is_global and config.log_scaling_floor else None
+        self.log_scaling = (
+            (config.log_scaling_floor, config.log_scaling_alpha) if is_global and config.log_scaling_floor else None
+        )
 
     def __call__(
         self, x: Float[Array, "T D"], cache: LayerCache, table: Int[Array, "B width"], ragged: Ragged, context: int

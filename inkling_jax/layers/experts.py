@@ -29,17 +29,18 @@ class PackedWeight(nnx.Module):
         return Nvfp4(self.values[...], self.scale[...], self.scale2[...])
 
 
+def _weight(shape: tuple[int, ...], axes: Axes, packed: bool, dtype: jnp.dtype) -> PackedWeight | nnx.Param:
+    return PackedWeight(shape, axes) if packed else param(shape, dtype, axes)
+
+
 class RoutedExperts(nnx.Module):
     """w13 [E, 2, F, D] and w2 [E, D, F] of the experts that this rank holds; each is an array or a PackedWeight."""
 
     def __init__(self, config: TextConfig, packed: frozenset[str], dtype: jnp.dtype):
         experts, width, model = config.num_experts, config.expert_width, config.hidden_size
-        shapes: dict[str, tuple[tuple[int, ...], Axes]] = {
-            "w13": ((experts, 2, width, model), ("experts", None, "expert_ffn", None)),
-            "w2": ((experts, model, width), ("experts", None, "expert_ffn")),
-        }
-        for name, (shape, axes) in shapes.items():
-            setattr(self, name, PackedWeight(shape, axes) if name in packed else param(shape, dtype, axes))
+        w13, w2 = (experts, 2, width, model), (experts, model, width)
+        self.w13 = _weight(w13, ("experts", None, "expert_ffn", None), "w13" in packed, dtype)
+        self.w2 = _weight(w2, ("experts", None, "expert_ffn"), "w2" in packed, dtype)
 
     def __call__(self) -> tuple[jax.Array | Nvfp4, jax.Array | Nvfp4]:
         w13, w2 = (w() if isinstance(w, PackedWeight) else w[...] for w in (self.w13, self.w2))
@@ -54,7 +55,9 @@ class SparseMLP(nnx.Module):
         self.experts = RoutedExperts(config, packed, dtype)
         self.shared = SharedExperts(config, dtype)
 
-    def __call__(self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None
+    ) -> Float[Array, "T D"]:
         """`tape`, where given, receives "experts" (ascending), "weights" and "shared"."""
         experts, weights, shared = self.router(x)
         if tape is not None:

@@ -13,7 +13,7 @@ from inkling_jax.layers.param import param
 
 
 class Router(nnx.Module):
-    """Chooses A of E routed experts and weighs them together with the J shared ones, in float32. Rows E.. of weight are the shared."""
+    """Chooses A of E routed experts and weighs them together with the J shared ones, in float32; the last J rows are theirs."""
 
     def __init__(self, config: TextConfig, dtype: jnp.dtype):
         rows = config.num_experts + config.num_shared_experts
@@ -31,7 +31,7 @@ class Router(nnx.Module):
 def route(
     logits: Float[Array, "T E+J"], bias: Float[Array, " E"], chosen: int, scale: float | Float[Array, ""]
 ) -> tuple[Int[Array, "T A"], Float[Array, "T A"], Float[Array, "T J"]]:
-    """top-A of sigmoid + bias (ties to the lower index); weights sigmoid(l) / sum of sigmoid over the chosen and the shared, scaled."""
+    """top-A of sigmoid + bias (ties to the lower index); weights sigmoid / its sum over the chosen and the shared, scaled."""
     routed, shared = logits[:, : bias.shape[0]], logits[:, bias.shape[0] :]
     _, experts = jax.lax.top_k(jax.nn.sigmoid(routed) + bias, chosen)
     joint = jnp.concatenate([jnp.take_along_axis(routed, experts, axis=1), shared], axis=1)

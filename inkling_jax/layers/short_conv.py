@@ -38,7 +38,9 @@ def short_conv(x: Float[Array, "T *C"], taps: Float[Array, "*C width"], past: li
     return y
 
 
-def previous_inputs(x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged, width: int) -> list[Float[Array, "T *C"]]:
+def previous_inputs(
+    x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged, width: int
+) -> list[Float[Array, "T *C"]]:
     """For 1 .. width-1 tokens back: the input there, from this step's tokens or, before them, from the row's state."""
     kept = state.shape[1]
     token = jnp.arange(x.shape[0])

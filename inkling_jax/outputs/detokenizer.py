@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -15,11 +15,12 @@ class IncrementalDetokenizer:
 
     Stop strings are matched on bytes, so across tokens and inside them; of several, the one that is complete first counts (the
     longest if two end together), however the ids are cut into calls. Text that may begin a stop string is held back. `stopped`
-    is the stop string that was found; `kept_tokens` the number of leading ids that the text consists of: all, or at a stop string
-    those to the last one that has a byte before it. Once stopped, ids are ignored. Costs O(1) amortised a token.
+    is the stop string that was found; `kept_tokens` the number of leading ids that certainly belong to the text: those not held
+    back, at a stop string those to the last one that has a byte before it, all once finished. Once stopped, ids are ignored.
+    Costs O(1) amortised a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: str | Sequence[str] = (), skip_special: bool = True):
+    def __init__(self, tokenizer: Tokenizer, *, stop: str | Collection[str] = (), skip_special: bool = True):
         """`skip_special` leaves control tokens out of the text. Raises InputError for a stop that is empty or not a string."""
         self.stopped: str | None = None
         self.kept_tokens = 0
@@ -46,12 +47,16 @@ class IncrementalDetokenizer:
                 text = self._release(self._length - len(found.pattern), final=True)
                 self.kept_tokens = self._needed
                 return text
-        self.kept_tokens = self._tokens
-        return self._release(self._length - max((m.matched for m in self._matchers), default=0))
+        text = self._release(self._length - max((m.matched for m in self._matchers), default=0))
+        self.kept_tokens = self._needed if self._held else self._tokens
+        return text
 
     def finish(self) -> str:
         """The rest of the text, no more ids coming: what was held back, and U+FFFD for a character left incomplete."""
-        return "" if self.stopped is not None else self._release(self._length, final=True)
+        if self.stopped is not None:
+            return ""
+        self.kept_tokens = self._tokens
+        return self._release(self._length, final=True)
 
     def _append(self, data: bytes) -> _Matcher | None:
         """Hold `data`, up to the byte that completes a stop string if one does; returns that one."""

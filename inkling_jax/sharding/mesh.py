@@ -15,11 +15,13 @@ AXES = ("data", "tensor", "expert")
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Axis sizes of a specification such as "tensor=8" or "tensor=2,expert=4"; axes not named have size one."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
         if axis.strip() not in AXES or not size.strip().isdecimal() or int(size) < 1:
-            raise InputError(f"mesh {text!r}: {part!r} is not AXIS=SIZE with AXIS one of {', '.join(AXES)} and SIZE a positive integer")
+            raise InputError(
+                f"mesh {text!r}: {part!r} is not AXIS=SIZE with AXIS one of {', '.join(AXES)} and SIZE a positive integer"
+            )
         sizes[axis.strip()] = int(size)
     return sizes
 

@@ -45,8 +45,9 @@ def paged_attention(
 ) -> Float[Array, "T N H"]:
     """softmax(q.k/H + bias) v for every query token, zero for tokens that no row owns.
 
-    Row b owns tokens start[b] .. start[b]+count[b], the last count[b] of its length[b] positions; their keys are already in the pages.
-    Absolute page a of row b is table[b, a % width]. The bias of a pair at distance d is rel . rel_bias[d] for 0 <= d < R, else zero.
+    Row b owns tokens start[b] .. start[b]+count[b], the last count[b] of its length[b] positions; their keys are in the pages
+    already. Absolute page a of row b is table[b, a % width]. The bias of a pair at distance d is rel . rel_bias[d] for d < R, else
+    zero.
     `window` keys are visible (itself included), None: all. `longest` bounds count, `context` bounds length (statically).
     What lies past a row's length, or in pages that it does not own, may be anything, NaN included.
     """
@@ -120,7 +121,11 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         ids = jnp.take_along_axis(table, absolute % table.shape[1], axis=1)
         key_position = (absolute[:, :, None] * page + jnp.arange(page)).reshape(absolute.shape[0], -1)
         present = key_position < length[:, None]
-        return _gather(k_pages, ids, present), _gather(v_pages, ids, present), jnp.where(present, key_position, jnp.iinfo(jnp.int32).max)
+        return (
+            _gather(k_pages, ids, present),
+            _gather(v_pages, ids, present),
+            jnp.where(present, key_position, jnp.iinfo(jnp.int32).max),
+        )
 
     def update(carry, step):
         top, total, out = carry
@@ -135,7 +140,9 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)  # a row that sees no key yet: exp(-inf) = 0, never NaN
         weight = jnp.exp(score - base[..., None])
         shrink = jnp.exp(top - base)
-        out = out * shrink[..., None] + jnp.einsum("gKnqs,gKsh->gKnqh", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        out = out * shrink[..., None] + jnp.einsum(
+            "gKnqs,gKsh->gKnqh", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
         return new_top, total * shrink + weight.sum(-1), out
 
     def visit(carry, step):
@@ -143,7 +150,11 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         return jax.lax.cond((first <= position.max(-1)).any(), update, lambda carry, _: carry, carry, step), None
 
     g, n_q, kv_heads, share, width = q.shape
-    carry = (jnp.full((g, kv_heads, share, n_q), -jnp.inf), jnp.zeros((g, kv_heads, share, n_q)), jnp.zeros((g, kv_heads, share, n_q, width)))
+    carry = (
+        jnp.full((g, kv_heads, share, n_q), -jnp.inf),
+        jnp.zeros((g, kv_heads, share, n_q)),
+        jnp.zeros((g, kv_heads, share, n_q, width)),
+    )
     if blocks.steps == 1:
         carry = update(carry, 0)
     else:

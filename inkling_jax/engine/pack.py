@@ -1,0 +1,65 @@
+"""What the host knows, as the fixed-shape numpy inputs of a step. Shapes come in buckets, so that few programs exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from inkling_jax.cache.paged import CacheShape
+from inkling_jax.engine.state import PageUpdates
+from inkling_jax.engine.steps import Chunk
+
+SMALLEST_CHUNK = 16  # tokens of the smallest prefill bucket
+SMALLEST_CONTEXT = 1024  # positions of the smallest context bucket; they grow fourfold
+DROPPED = np.iinfo(np.int32).max  # a slot out of range: the device drops what is written there
+
+Entries = dict[str, list[tuple[int, int, int]]]  # by pool: (slot, column, page) to set in the page tables
+
+
+def bucket(size: int) -> int:
+    """The power of two that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def context_bucket(length: int, shape: CacheShape) -> int:
+    """The static bound on lengths of a step: a power of four times the smallest bucket, or the whole context in pages."""
+    bound = SMALLEST_CONTEXT
+    while bound < length:
+        bound *= 4
+    return min(bound, -(-shape.max_context // shape.page_size) * shape.page_size)
+
+
+def pack_slots(slots: list[int], shape: CacheShape) -> np.ndarray:
+    """Slots of a decode step's rows, padded to a bucket with the reserved slot."""
+    packed = np.full(bucket(len(slots)), shape.slots, np.int32)
+    packed[: len(slots)] = slots
+    return packed
+
+
+def pack_updates(entries: Entries, capacity: int) -> PageUpdates:
+    """Page table entries to set, padded to `capacity` a table."""
+
+    def table(new: list[tuple[int, int, int]]) -> Any:  # jit takes numpy arrays as they are
+        packed = np.full((capacity, 3), DROPPED, np.int32)
+        packed[: len(new)] = np.asarray(new, np.int32).reshape(-1, 3)
+        return packed
+
+    return PageUpdates(table(entries["global"]), table(entries["local"]))
+
+
+def pack_chunk(parts: list[tuple[int, tuple[int, ...], int, bool]], entries: Entries, shape: CacheShape) -> Chunk:
+    """Prompt parts (slot, token ids, position of the first, whether the prompt ends here) laid end to end, padded to buckets."""
+    places = max(bucket(sum(len(ids) for _, ids, _, _ in parts)), SMALLEST_CHUNK)
+    rows = 1 if len(parts) == 1 else bucket(shape.slots)
+    token_ids: Any = np.zeros(places, np.int32)
+    slot: Any = np.full(rows, shape.slots, np.int32)
+    count: Any = np.zeros(rows, np.int32)
+    length: Any = np.zeros(rows, np.int32)
+    last: Any = np.zeros(rows, bool)
+    at = 0
+    for row, (where, ids, begin, ends) in enumerate(parts):
+        token_ids[at : at + len(ids)] = ids
+        slot[row], count[row], length[row], last[row] = where, len(ids), begin + len(ids), ends
+        at += len(ids)
+    return Chunk(token_ids, slot, count, length, last, pack_updates(entries, places // shape.page_size + 2 * rows))

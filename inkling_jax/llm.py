@@ -1,0 +1,225 @@
+"""The notebook-facing object: load a model, then score, trace, generate and stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.engine.engine import Engine, Output, TokenLogprobs
+from inkling_jax.engine.request import Request, SamplingParams
+from inkling_jax.errors import InputError
+from inkling_jax.inputs import chat
+from inkling_jax.inputs.chat_template import chat_renderer
+from inkling_jax.inputs.prompt import Prompt
+from inkling_jax.inputs.segments import encode_segments
+from inkling_jax.inputs.tokenizer import Tokenizer
+from inkling_jax.loading import Loaded, load_model
+from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
+
+PromptLike = str | Prompt | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What a prompt led to. The stop token is not in `token_ids`; `text` is empty without a tokenizer."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str  # "stop", "length", "cancelled" or "error"
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_tokens: int
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A piece of a completion: whole characters only. The last one carries the finish reason."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+def load(source: str, **options: Any) -> LLM:
+    """Load a model from a checkpoint directory, a preset's name or a hub id, tried in this order.
+
+    Options are those of `inkling_jax.loading.load_model`: weights, dtype, mesh, max_context, kv_memory, kernels, slots,
+    page_size, chunk, tokens_per_call, ahead, seed, quiet. Raises InklingError's kinds, each naming what is wrong.
+    """
+    return LLM(load_model(source, **options))
+
+
+class LLM:
+    """A loaded model. Not safe to use from two threads at once; `close` (or `with`) frees its device memory."""
+
+    def __init__(self, loaded: Loaded):
+        self.config: ModelConfig = loaded.config
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.summary: str = loaded.summary
+        self.engine: Engine = loaded.engine
+        self._directory = loaded.directory
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights and cache. Later calls raise InputError."""
+        self.engine.close()
+
+    def score(self, prompt: PromptLike) -> Float[np.ndarray, "T usable"]:
+        """float32 logits after each of the T prompt tokens, teacher forced."""
+        return np.concatenate([logits for logits, _ in self.engine.evaluate(self._token_ids(prompt))])
+
+    def trace(self, prompt: PromptLike) -> dict[str, np.ndarray]:
+        """What happens inside, for each of the T prompt tokens.
+
+        "hidden.0" is the embedding's output, "hidden.i" that of layer i-1 and "hidden.L" the last after the final norm, [T, D];
+        "moe.j.experts" (ascending), "moe.j.weights" [T, A] and "moe.j.shared" [T, J] are the routing of the j-th sparse layer.
+        """
+        chunks = [tape for _, tape in self.engine.evaluate(self._token_ids(prompt), trace=True)]
+        return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+    def generate(
+        self, prompts: PromptLike | Sequence[PromptLike], sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams()
+    ) -> list[Completion]:
+        """A completion for each prompt, in order; with n > 1, the n samples of a prompt follow one another.
+
+        A single string, Prompt or list of ids is one prompt. `sampling` is one for all or one each. All run in one batch.
+        """
+        listed = _as_list(prompts)
+        settings = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(settings) != len(listed):
+            raise InputError(f"{len(listed)} prompts but {len(settings)} sampling settings: give one for all, or one each")
+        requests = [
+            request for prompt, params in zip(listed, settings, strict=True) for request in self._requests(prompt, params)
+        ]
+        writers = [_Writer(self.tokenizer, request) for request in requests]
+        for index, output in self._run(requests):
+            if writers[index].push(output).finish_reason is not None:
+                self.engine.cancel(output.request_id)  # a stop string ends it before the model does
+        return [writer.completion() for writer in writers]
+
+    def stream(self, prompt: PromptLike, sampling: SamplingParams = SamplingParams()) -> Iterator[Delta]:
+        """Pieces of one completion as they are made. Closing the iterator cancels the request."""
+        if sampling.n != 1:
+            raise InputError(f"stream yields one completion, SamplingParams.n is {sampling.n}")
+        requests = self._requests(prompt, sampling)
+        return self._stream(requests)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        effort: str | float | None = None,
+    ) -> Prompt:
+        """A conversation as the model reads it, up to where its answer begins: by the checkpoint's template or spec 6."""
+        tokenizer = self._require_tokenizer("a conversation")
+        render = chat_renderer(self._directory, tokenizer) if self._directory else chat.render
+        return Prompt(encode_segments(render(messages, tools=tools, effort=effort), tokenizer))
+
+    def _stream(self, requests: list[Request]) -> Iterator[Delta]:
+        writer = _Writer(self.tokenizer, requests[0])
+        for _, output in self._run(requests):
+            delta = writer.push(output)
+            if delta.text or delta.token_ids or delta.finish_reason is not None:
+                yield delta
+            if delta.finish_reason is not None:
+                return
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, Output]]:
+        """Outputs with the index of their request; whatever is unfinished when the caller stops is cancelled."""
+        index: dict[int, int] = {}
+        try:
+            for i, request in enumerate(requests):
+                index[self.engine.add(request)] = i
+            while any(self.engine.pending(request_id) for request_id in index):
+                for output in self.engine.step():
+                    if output.request_id in index:
+                        yield index[output.request_id], output
+        finally:
+            for request_id in index:
+                self.engine.cancel(request_id)
+
+    def _requests(self, prompt: PromptLike, params: SamplingParams) -> list[Request]:
+        if params.stop:
+            self._require_tokenizer("a stop string")
+        ids = tuple(self._token_ids(prompt))
+        return [Request(ids, params, sample) for sample in range(params.n)]
+
+    def _token_ids(self, prompt: PromptLike) -> Sequence[int]:
+        if isinstance(prompt, str):
+            ids: Sequence[int] = self._require_tokenizer("a text prompt").encode(prompt)
+            if not ids:
+                raise InputError("the prompt is empty: give at least one token")
+            return ids
+        if not isinstance(prompt, Prompt):
+            return prompt
+        if prompt.media:
+            raise InputError(f"the prompt holds {', '.join(prompt.media)}: media are not supported yet, give token ids alone")
+        return prompt.token_ids
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError(f"{what} needs a tokenizer, and this model came without a tokenizer.json: give token ids")
+        return self.tokenizer
+
+
+class _Writer:
+    """Turns the outputs of one request into text, and ends it at a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request):
+        self._request = request
+        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=request.params.stop) if tokenizer else None
+        self._tokens: list[int] = []
+        self._shown = 0  # tokens in deltas so far; later ones may yet belong to a stop string
+        self._logprobs: list[TokenLogprobs] = []
+        self._text: list[str] = []
+        self._reason: str | None = None
+        self._error: str | None = None
+
+    def push(self, output: Output) -> Delta:
+        """The new piece; its finish_reason is set where the request ends here, by the model or by a stop string."""
+        if self._reason is not None:
+            return Delta("", ())
+        self._tokens += output.token_ids
+        self._logprobs += output.logprobs
+        text, kept, reason = "", len(self._tokens), output.finish_reason
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(output.token_ids)
+            if reason is not None:
+                text += self._detokenizer.finish()
+            kept = self._detokenizer.kept_tokens
+            if self._detokenizer.stopped is not None:
+                reason = "stop"
+        if reason is not None:
+            del self._tokens[kept:], self._logprobs[kept:]
+        new = tuple(self._tokens[self._shown : kept])
+        self._shown, self._reason, self._error = kept, reason, output.error
+        self._text.append(text)
+        return Delta(text, new, reason, output.error)
+
+    def completion(self) -> Completion:
+        """Everything so far."""
+        logprobs = tuple(self._logprobs) if self._request.params.logprobs is not None else None
+        text, reason = "".join(self._text), self._reason or "cancelled"
+        return Completion(tuple(self._tokens), text, reason, logprobs, len(self._request.prompt_ids), self._error)
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """A list of prompts: a string, a Prompt or a sequence of ids is one."""
+    if isinstance(prompts, str | Prompt):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]  # pyright: ignore[reportReturnType]
+    return items  # pyright: ignore[reportReturnType]

@@ -1,0 +1,216 @@
+"""From a model's name to an engine that can run it: configuration, weights on the mesh, a cache that fits, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from inkling_jax.cache.paged import CacheShape
+from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
+from inkling_jax.config import ModelConfig, preset
+from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.progress import Progress
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.engine.engine import Engine, EngineOptions
+from inkling_jax.engine.state import create_state
+from inkling_jax.engine.steps import Programs, state_specs
+from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.inputs.stops import resolve_stop_ids
+from inkling_jax.inputs.tokenizer import Tokenizer
+from inkling_jax.model import Inkling, Packed
+from inkling_jax.random_weights import random_leaves
+from inkling_jax.sharding.mesh import make_mesh, parse_mesh
+from inkling_jax.sharding.rules import local_shape, partition_spec
+from inkling_jax.sources import find_source
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+WORKSPACE_SHARE = 0.08  # of a GPU's memory, left for what a step computes on its way
+FIRST_PACKED_LAYER = 3  # of the releases (spec 7.4); random weights follow it
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model ready to run."""
+
+    config: ModelConfig
+    engine: Engine
+    tokenizer: Tokenizer | None
+    directory: Path | None
+    summary: str  # one line: shape, place, memory
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    *,
+    weights: str = "checkpoint",
+    dtype: str | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    max_context: int | None = None,
+    kv_memory: int | str | None = None,
+    kernels: str = "auto",
+    slots: int = 8,
+    page_size: int = 64,
+    chunk: int = 512,
+    tokens_per_call: int = 8,
+    ahead: int = 1,
+    seed: int = 0,
+    quiet: bool = False,
+) -> Loaded:
+    """Load `source`: a checkpoint directory, a preset's name or a hub id.
+
+    weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
+    configuration's. mesh: axis sizes, or text such as "tensor=2". max_context: longest sequence; default what memory holds.
+    kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
+    on a CPU). kernels: "auto" or "reference". slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a
+    step. tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
+    Raises ConfigError, CheckpointError, InputError or CapacityError.
+    """
+    options = _check_options(chunk, tokens_per_call, ahead, slots, kernels)
+    found = find_source(os.fspath(source), weights)
+    directory = found if isinstance(found, Path) else None
+    config = ModelConfig.from_directory(directory) if directory else preset(str(found))
+    model_dtype = _dtype(dtype or config.text.dtype)
+    sizes = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh or {})
+    if sizes.get("data", 1) > 1:
+        raise InputError(f"mesh data={sizes['data']}: replicas are not supported yet, use tensor and expert")
+    device_mesh = make_mesh(sizes)
+    tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
+    stop_ids = resolve_stop_ids(None, directory, tokenizer, config)
+    plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
+    model = Inkling(config.text, plan.packed if plan else _packed(config), model_dtype)
+    _check_shapes(model, sizes)
+    itemsize = jnp.dtype(model_dtype).itemsize
+    request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
+    fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
+    leaves = _load_leaves(model, plan, device_mesh, sizes, model_dtype, seed, quiet)
+    shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)
+    state = jax.eval_shape(lambda: create_state(config.text, shape, model_dtype, config.text.usable_vocab_size))
+    shardings = jax.tree.map(lambda spec: NamedSharding(device_mesh, spec), state_specs(state))
+    create = jax.jit(
+        lambda: create_state(config.text, shape, model_dtype, config.text.usable_vocab_size), out_shardings=shardings
+    )
+    engine = Engine(
+        Programs(model, device_mesh, model_dtype),
+        leaves,
+        create(),
+        config.text,
+        shape,
+        banned=_media_slots(config, tokenizer),
+        default_stop_ids=stop_ids,
+        options=options,
+    )
+    if kernels == "auto":
+        logger.info("kernels: the reference path (plain XLA) runs on %s", device_mesh.devices.flat[0].device_kind)
+    summary = _summary(config, leaves, shape, itemsize, sizes, device_mesh, model_dtype)
+    logger.info("%s", summary)
+    return Loaded(config, engine, tokenizer, directory, summary)
+
+
+def _load_leaves(
+    model: Inkling, plan: WeightPlan | None, mesh: Mesh, sizes: Mapping[str, int], dtype: jnp.dtype, seed: int, quiet: bool
+) -> list[jax.Array]:
+    """The model's parameters on the mesh, in the order of its flat state."""
+    if plan is None:
+        return random_leaves(model, mesh=mesh, seed=seed)
+    flat = nnx.to_flat_state(nnx.state(model))
+    shardings = {".".join(map(str, path)): NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat}
+    with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
+        arrays = load_parameters(plan, dtype=dtype, device=shardings, progress=progress)
+    return [arrays[path] for path in shardings]
+
+
+def _packed(config: ModelConfig) -> Packed:
+    """Which expert weights random ones pack: those that the NVFP4 releases do."""
+    sparse = [i for i, dense in enumerate(config.text.dense_layers) if not dense and i >= FIRST_PACKED_LAYER]
+    return frozenset((layer, name) for layer in sparse for name in ("w13", "w2"))
+
+
+def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int, kernels: str) -> EngineOptions:
+    for name, value, least in (
+        ("chunk", chunk, 1),
+        ("tokens_per_call", tokens_per_call, 1),
+        ("ahead", ahead, 0),
+        ("slots", slots, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
+    if kernels not in ("auto", "reference"):
+        raise InputError(f"kernels={kernels!r}: expected 'auto' or 'reference'")
+    return EngineOptions(chunk, tokens_per_call, ahead)
+
+
+def _dtype(name: str) -> jnp.dtype:
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _check_shapes(model: Inkling, sizes: Mapping[str, int]) -> None:
+    """Refuse a mesh that a parameter does not divide over, by name and before a weight is read."""
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        local_shape(".".join(map(str, path)), leaf.get_value().shape, leaf.axes, sizes)
+
+
+def _kv_memory(wanted: int | str | None, mesh: Mesh) -> int:
+    """Bytes a device that the cache may take."""
+    if wanted is not None:
+        return wanted if isinstance(wanted, int) else parse_bytes(wanted)
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // mesh.size
+    left = stats["bytes_limit"] * (1 - WORKSPACE_SHARE) - stats["bytes_in_use"]
+    if left <= 0:
+        raise CapacityError(
+            f"{stats['bytes_in_use']} of {stats['bytes_limit']} bytes of the device are taken: no room for a cache"
+        )
+    return int(left)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "40GB", "512MiB" or "1000000"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?\s*", text)
+    if match is None:
+        raise InputError(f"size {text!r}: expected a number of bytes such as 40GB or 512MiB")
+    number, unit = match.groups()
+    scale = (1024 if unit.endswith("i") else 1000) ** ("kMGT".index(unit[0]) + 1) if unit else 1
+    return int(float(number) * scale)
+
+
+def _media_slots(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that stand for media rows, which no model output may be."""
+    ids = {config.image_token_id, config.audio_token_id}
+    if tokenizer is not None:
+        ids |= {tokenizer.control.get("image_slot"), tokenizer.control.get("audio_slot")}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def _summary(
+    config: ModelConfig,
+    leaves: list[jax.Array],
+    shape: CacheShape,
+    itemsize: int,
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    dtype: jnp.dtype,
+) -> str:
+    weights = sum(leaf.nbytes for leaf in leaves)
+    cache = cache_bytes(config.text, shape, itemsize, sizes)
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return (
+        f"{config.text.num_layers} layers, {jnp.dtype(dtype).name}, {devices}; weights {weights / 1e9:.2f} GB; "
+        f"cache {sum(cache.values()) / 1e9:.2f} GB a device: {shape.global_pages * shape.page_size:,} tokens for global layers, "
+        f"{shape.slots} windows for local ones; context {shape.max_context:,}"
+    )

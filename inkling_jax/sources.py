@@ -1,0 +1,49 @@
+"""What a model's name means: a checkpoint directory, a preset or a hub id, tried in this order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from inkling_jax.config import PRESETS
+from inkling_jax.errors import CheckpointError, InputError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def find_source(source: str, weights: str) -> Path | str:
+    """The checkpoint directory that `source` names, downloaded if need be, or the name of a preset.
+
+    Raises CheckpointError where there is no such directory or the hub cannot give it, InputError for a name that is nothing known
+    or does not go with `weights` ("checkpoint" or "random").
+    """
+    if weights not in ("checkpoint", "random"):
+        raise InputError(f"weights={weights!r}: expected 'checkpoint' or 'random'")
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if source in PRESETS:
+        if weights != "random":
+            raise InputError(
+                f"{source!r} is a preset, which is a shape without weights: give a checkpoint directory, or weights='random'"
+            )
+        return source
+    if _HUB_ID.fullmatch(source) and not source.startswith("."):
+        return _download(source)
+    if "/" in source or source.startswith(("~", ".")):
+        raise CheckpointError(f"{source}: no such directory; expected a checkpoint directory with config.json")
+    raise InputError(
+        f"unknown model {source!r}: neither a directory nor a preset ({', '.join(PRESETS)}) nor a hub id (owner/name)"
+    )
+
+
+def _download(repo_id: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, HfHubHTTPError, huggingface_hub.errors.HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{repo_id}: no such directory, and the hub could not give it ({reason})") from None
