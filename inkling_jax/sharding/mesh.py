@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over `devices` (default: as many of jax.devices() as the sizes need)."""
     shape = tuple((sizes or {}).get(axis, 1) for axis in AXES)
     count = int(np.prod(shape))

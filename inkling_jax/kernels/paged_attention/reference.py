@@ -46,8 +46,8 @@ def paged_attention(
     """softmax(q.k/H + bias) v for every query token, zero for tokens that no row owns.
 
     Row b owns tokens start[b] .. start[b]+count[b], the last count[b] of its length[b] positions; their keys are in the pages
-    already. Absolute page a of row b is table[b, a % width]. The bias of a pair at distance d is rel . rel_bias[d] for d < R, else
-    zero.
+    already. Absolute page a of row b is table[b, a % width]. The bias of a pair at distance d is rel . rel_bias[d] if d < R,
+    else zero.
     `window` keys are visible (itself included), None: all. `longest` bounds count, `context` bounds length (statically).
     What lies past a row's length, or in pages that it does not own, may be anything, NaN included.
     """
