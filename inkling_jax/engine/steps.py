@@ -43,7 +43,7 @@ class Chunk:
         ends = jnp.cumsum(self.count)
         start = ends - self.count
         token = jnp.arange(tokens)
-        row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), self.count.shape[0] - 1)
+        row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), self.count.shape[0] - 1)
         offset = token - start[row]
         valid = token < ends[-1]
         position = jnp.where(valid, (self.length - self.count)[row] + offset, 0)
@@ -117,7 +117,12 @@ class Programs:
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context)
         last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
         state = dataclasses.replace(state, cache=cache)
-        return _sample(model, state, z[last_token], ragged, chunk.last, sampling)
+        rows = z[last_token]
+        absent = jax.eval_shape(model.logits, rows)
+        logits = jax.lax.cond(  # most chunks of a long prompt end no row, and the head is a large read
+            chunk.last.any(), model.logits, lambda _: jnp.zeros(absent.shape, absent.dtype), rows
+        )
+        return _sample(logits, state, ragged, chunk.last, sampling)
 
     def _decode(
         self,
@@ -137,7 +142,7 @@ class Programs:
             ragged = _one_token_each(state, slots)
             z, cache = model(state.last_token[slots], state.cache, ragged, context)
             state = dataclasses.replace(state, cache=cache)
-            sampled, state = _sample(model, state, z, ragged, ragged.valid, sampling)
+            sampled, state = _sample(model.logits(z), state, ragged, ragged.valid, sampling)
             return state, sampled
 
         if steps == 1:
@@ -175,11 +180,11 @@ def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:
 
 
 def _sample(
-    model: Inkling, state: EngineState, z: Float[Array, "B D"], ragged: Ragged, wanted: Bool[Array, " B"], sampling: Sampling
+    logits: Float[Array, "B usable"], state: EngineState, ragged: Ragged, wanted: Bool[Array, " B"], sampling: Sampling
 ) -> tuple[Sampled, EngineState]:
     """Sample for the wanted rows and book the step: lengths, last tokens, who goes on."""
     result = sample(
-        model.logits(z),
+        logits,
         state.sampler,
         ragged.slot,
         banned=sampling.banned,

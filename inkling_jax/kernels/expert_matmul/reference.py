@@ -1,4 +1,4 @@
-"""The routed feed-forward in plain JAX: rows sorted by expert, cut into tiles of one expert each, a few tiles worked on at a time.
+"""The routed feed-forward in plain JAX: rows sorted by expert, cut into tiles of one expert each, a few tiles at a time.
 
 Only experts that are hit are read (a tile exists where rows do), and at most DEQUANTIZED_ELEMENTS weights are unpacked at once.
 """
@@ -36,12 +36,12 @@ def expert_matmul(
 ) -> Float[Array, "T D"]:
     """sum_a weights[t, a] * W2_e(silu(gate_e x_t) * up_e x_t), e = experts[t, a], accumulated in float32 in the order of a.
 
-    w13 is [E, 2, F, D] (gate, up) and w2 [E, D, F], each an array or Nvfp4. An index outside 0..E-1 contributes nothing: that is how
-    a rank skips experts that it does not hold and padding tokens skip all.
+    w13 is [E, 2, F, D] (gate, up) and w2 [E, D, F], each an array or Nvfp4. An index outside 0..E-1 contributes nothing: so a
+    rank skips experts that it does not hold, and padding tokens skip all.
     """
     num_experts = w13.values.shape[0] if isinstance(w13, Nvfp4) else w13.shape[0]
     tiles = _cut(experts, num_experts)
-    elements = max(math.prod((w.values.shape[1:])) * 2 if isinstance(w, Nvfp4) else math.prod(w.shape[1:]) for w in (w13, w2))
+    elements = max(math.prod(w.values.shape[1:]) * 2 if isinstance(w, Nvfp4) else math.prod(w.shape[1:]) for w in (w13, w2))
     count = tiles.expert.shape[0]
     group = max(1, min(count, DEQUANTIZED_ELEMENTS // elements))
     steps = -(-count // group)
@@ -82,7 +82,7 @@ def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
     tile_first = tile_end - (-(-size // rows))
     count = min(total, total // rows + min(num_experts, total))
     tile = jnp.arange(count)
-    expert = jnp.minimum(jnp.searchsorted(tile_end, tile, side="right"), num_experts - 1)
+    expert = jnp.minimum(jnp.searchsorted(tile_end, tile, side="right", method="compare_all"), num_experts - 1)
     begin = (tile - tile_first[expert]) * rows  # of a tile, among its expert's rows
     used = jnp.clip(size[expert] - begin, 0, rows)
     sorted_row = first[expert][:, None] + begin[:, None] + jnp.arange(rows)

@@ -104,7 +104,7 @@ def _work_items(count: Int[Array, " B"], blocks: _Blocks, longest: int) -> tuple
         row = jnp.minimum(item, count.shape[0] - 1)
         return row, item - row
     ends = jnp.cumsum(-(-count // blocks.queries))
-    row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), count.shape[0] - 1)
+    row = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), count.shape[0] - 1)
     before = jnp.where(row > 0, ends[row - 1], 0)
     return row, (item - before) * blocks.queries
 
