@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from inkling_jax.inputs.chat_template import chat_renderer
 from inkling_jax.inputs.prompt import Prompt
 from inkling_jax.inputs.segments import encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
+from inkling_jax.interrupts import hold_interrupts
 from inkling_jax.loading import Loaded, load_model
 from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
 
@@ -77,7 +78,7 @@ class LLM:
 
     def score(self, prompt: PromptLike) -> Float[np.ndarray, "T usable"]:
         """float32 logits after each of the T prompt tokens, teacher forced."""
-        return np.concatenate([logits for logits, _ in self.engine.evaluate(self._token_ids(prompt))])
+        return np.concatenate([logits for logits, _ in self._evaluate(prompt, trace=False)])
 
     def trace(self, prompt: PromptLike) -> dict[str, np.ndarray]:
         """What happens inside, for each of the T prompt tokens.
@@ -85,7 +86,7 @@ class LLM:
         "hidden.0" is the embedding's output, "hidden.i" that of layer i-1 and "hidden.L" the last after the final norm, [T, D];
         "moe.j.experts" (ascending), "moe.j.weights" [T, A] and "moe.j.shared" [T, J] are the routing of the j-th sparse layer.
         """
-        chunks = [tape for _, tape in self.engine.evaluate(self._token_ids(prompt), trace=True)]
+        chunks = [tape for _, tape in self._evaluate(prompt, trace=True)]
         return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def generate(
@@ -143,12 +144,26 @@ class LLM:
             for i, request in enumerate(requests):
                 index[self.engine.add(request)] = i
             while any(self.engine.pending(request_id) for request_id in index):
-                for output in self.engine.step():
+                for output in self._uninterrupted(self.engine.step):
                     if output.request_id in index:
                         yield index[output.request_id], output
         finally:
             for request_id in index:
                 self.engine.cancel(request_id)
+
+    def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        chunks = self.engine.evaluate(self._token_ids(prompt), trace)
+        while (chunk := self._uninterrupted(lambda: next(chunks, None))) is not None:
+            yield chunk
+
+    def _uninterrupted[T](self, step: Callable[[], T]) -> T:
+        """What `step` returns. Ctrl-C waits for its end, or the state would be lost; a second one does not, and closes all."""
+        with hold_interrupts():
+            try:
+                return step()
+            except KeyboardInterrupt:
+                self.close()
+                raise
 
     def _requests(self, prompt: PromptLike, params: SamplingParams) -> list[Request]:
         if params.stop:

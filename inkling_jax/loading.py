@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ def load_model(
     stop_ids = resolve_stop_ids(None, directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
     model = Inkling(config.text, plan.packed if plan else _packed(config), model_dtype)
-    _check_shapes(model, sizes)
+    _check_weights(model, sizes, device_mesh)
     itemsize = jnp.dtype(model_dtype).itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
     fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
@@ -157,35 +158,50 @@ def _dtype(name: str) -> jnp.dtype:
     return DTYPES[name]
 
 
-def _check_shapes(model: Inkling, sizes: Mapping[str, int]) -> None:
-    """Refuse a mesh that a parameter does not divide over, by name and before a weight is read."""
+def _check_weights(model: Inkling, sizes: Mapping[str, int], mesh: Mesh) -> None:
+    """Before a weight is read, refuse a mesh that a parameter does not divide over, by name, or that cannot hold them all."""
+    need = 0
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        local_shape(".".join(map(str, path)), leaf.get_value().shape, leaf.axes, sizes)
+        weight = leaf.get_value()
+        shape = local_shape(".".join(map(str, path)), weight.shape, leaf.axes, sizes)
+        need += math.prod(shape) * jnp.dtype(weight.dtype).itemsize
+    total, taken = _memory(mesh)
+    if need > total - taken:
+        raise CapacityError(
+            f"the weights take {need} bytes a device, of {total} there {total - taken} are free: "
+            "spread them over more devices, such as mesh='tensor=8'"
+        )
+
+
+def _memory(mesh: Mesh) -> tuple[int, int]:
+    """Bytes of memory of a device, and how many of them are taken. On a CPU, whose devices share it: the RAM, and none."""
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size, 0
+    return stats["bytes_limit"], stats["bytes_in_use"]
 
 
 def _kv_memory(wanted: int | str | None, mesh: Mesh) -> int:
     """Bytes a device that the cache may take."""
     if wanted is not None:
         return wanted if isinstance(wanted, int) else parse_bytes(wanted)
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // mesh.size
-    left = stats["bytes_limit"] * (1 - WORKSPACE_SHARE) - stats["bytes_in_use"]
+    total, taken = _memory(mesh)
+    if mesh.devices.flat[0].platform == "cpu":
+        return total // 4
+    left = total * (1 - WORKSPACE_SHARE) - taken
     if left <= 0:
-        raise CapacityError(
-            f"{stats['bytes_in_use']} of {stats['bytes_limit']} bytes of the device are taken: no room for a cache"
-        )
+        raise CapacityError(f"{taken} of {total} bytes of the device are taken: no room for a cache")
     return int(left)
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as "40GB", "512MiB" or "1000000"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\s*", text)
     if match is None:
         raise InputError(f"size {text!r}: expected a number of bytes such as 40GB or 512MiB")
     number, unit = match.groups()
-    scale = (1024 if unit.endswith("i") else 1000) ** ("kMGT".index(unit[0]) + 1) if unit else 1
+    scale = (1024 if unit.endswith("i") else 1000) ** ("KMGT".index(unit[0].upper()) + 1) if unit else 1
     return int(float(number) * scale)
 
 
