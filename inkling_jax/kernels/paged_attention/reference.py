@@ -80,7 +80,7 @@ def paged_attention(
     out = jax.lax.map(group, split) if split[0].shape[0] > 1 else group((split[0][0], split[1][0]))
     out = out.reshape(-1, blocks.queries, heads, width)
     if longest == 1:
-        return out.reshape(tokens, heads, width)
+        return out[:tokens, 0]
     offset = item_first[:, None] + jnp.arange(blocks.queries)
     target = jnp.where(offset < count[item_row][:, None], start[item_row][:, None] + offset, tokens)
     return jnp.zeros_like(q).at[target].set(out, mode="drop")
