@@ -1,0 +1,327 @@
+"""What one warpgroup does in the decode kernel, in the compiler's own operations: Pallas cannot move bits between types of other
+widths.
+
+Thread t of a warpgroup is lane 4g + c of warp w. Of a 64 x 8 float32 accumulator (rows of weights by rows of x) it holds rows 16w
++ g and 16w + g + 8 of columns 2c and 2c + 1, the fragment of mma.m16n8k16; `pack` orders the weights to match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from inkling_jax.kernels.expert_matmul import mlir as m
+from inkling_jax.kernels.expert_matmul.mlir import Value
+from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, LINES
+
+ROWS = 8  # of x that one accumulator holds
+WORDS = LINES * 128  # of a block
+SCALAR = plgpu.Layout.WG_SPLAT
+ACC = plgpu.ShapeDtypeStruct((64, ROWS), jnp.float32, layout=plgpu.Layout.WGMMA)
+_REF = plgpu.RefType()
+
+
+def _registers(acc: mgpu.FragmentedArray) -> list[Value]:
+    """Row g of columns 2c and 2c + 1, then row g + 8 of them."""
+    return [vector.extract(acc.registers[(0, 0, 0, 0, h, 0, 0, 0, 0)], [], [i]) for h in (0, 1) for i in (0, 1)]
+
+
+def _accumulator(registers: list[Value]) -> mgpu.FragmentedArray:
+    pair = ir.VectorType.get((2,), m.f32())
+    array = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, ROWS)), dtype=object)
+    for h in (0, 1):
+        array[(0, 0, 0, 0, h, 0, 0, 0, 0)] = vector.from_elements(pair, registers[2 * h : 2 * h + 2])
+    return mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def decode_word(word: Value) -> list[Value]:
+    """The four registers of a weight fragment that a packed word holds, as pairs of bfloat16 of the value times 2**-126."""
+    mask = 0x81C081C0
+    last = m.either(m.both(m.shift(word, 1), 0x80008000), m.both(m.shift(word, -3), 0x01800180))
+    last = m.either(last, m.both(m.shift(word, -7), 0x00400040))
+    return [m.both(word, mask), m.both(m.shift(word, 3), mask), m.both(m.shift(word, 6), mask), last]
+
+
+def decode_scale(word: Value, byte: int) -> Value:
+    """Two copies of scale `byte` of a word as bfloat16 of the scale times 2**106."""
+    pairs = mgpu.utils.inline_ptx(
+        f"prmt.b32 $0, $1, $2, {4 << 12 | byte << 8 | 4 << 4 | byte:#x};", word, m.as_int(0x07070707), result_types=m.i32()
+    )
+    return m.shift(pairs, 4)
+
+
+def _times(a: Value, b: Value) -> Value:
+    """The product of two pairs of bfloat16: exact here, since three bits and four make at most six."""
+    return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", a, b, result_types=m.i32())
+
+
+def _multiply(weights: list[Value], x: list[Value], acc: list[Value]) -> list[Value]:
+    return list(
+        mgpu.utils.inline_ptx(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            *weights,
+            *x,
+            *acc,
+            result_types=[m.f32()] * 4,
+        )
+    )
+
+
+def multiply_unit(blocks: int, x_rows: int, x_stride: int) -> Callable:
+    """acc += weights @ x.T over `blocks` blocks of columns, as f(acc, words [blocks * 9, 128], x); returns the new acc.
+
+    x is in shared memory, `x_rows` (a power of two, at most 8) rows of `x_stride` elements; the columns of acc past those rows
+    repeat them.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF), return_type=ACC)
+    def run(_: Any, acc: mgpu.FragmentedArray, words: Value, x: Value) -> mgpu.FragmentedArray:
+        total = _registers(acc)
+        words, x = mgpu.utils.memref_ptr(words), mgpu.utils.memref_ptr(x)
+        thread, (_, g, c) = m.thread(), m.lane()
+        row = m.both(g, x_rows - 1)
+        # Rows start in the same bank. Odd ones read their two 16-byte pieces in the other order, so that eight lanes meet no bank
+        # twice.
+        odd = m.both(row, 1)
+        first = m.add(m.multiply(row, x_stride // 2), m.shift(m.add(m.shift(c, 1), odd), 2))
+        second = arith.xori(first, m.as_int(4))
+        swapped = arith.cmpi(arith.CmpIPredicate.ne, odd, m.as_int(0))
+        for block in range(blocks):
+            scales = llvm.load(m.i32(), m.at(words, m.add(thread, block * WORDS + WORDS - 128), m.i32()), alignment=4)
+            for k64 in range(2):
+                packed = m.vector_at(words, m.add(m.shift(thread, 2), block * WORDS + k64 * 512), m.i32(), 4)
+                scale = [decode_scale(scales, 2 * k64 + h) for h in (0, 1)]
+                offset = (block * BLOCK_COLUMNS + k64 * 64) // 2
+                a, b = (m.vector_at(x, m.add(index, offset), m.i32(), 4) for index in (first, second))
+                low = [arith.select(swapped, q, p) for p, q in zip(a, b, strict=True)]
+                high = [arith.select(swapped, p, q) for p, q in zip(a, b, strict=True)]
+                columns = low + high
+                for j in range(4):
+                    weights = [_times(pair, scale[i % 2]) for i, pair in enumerate(decode_word(packed[j]))]
+                    total = _multiply(weights, columns[2 * j : 2 * j + 2], total)
+        return _accumulator(total)
+
+    return run
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=())
+def put_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> tuple[()]:
+    """Lay an accumulator into 512 floats of shared memory, in no order but `add_partial`'s."""
+    value = vector.from_elements(ir.VectorType.get((4,), m.f32()), _registers(acc))
+    llvm.store(value, m.at(mgpu.utils.memref_ptr(ref), m.shift(m.thread(), 2), m.f32()), alignment=16)
+    return ()
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=ACC)
+def add_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> mgpu.FragmentedArray:
+    """acc plus what `put_partial` laid there."""
+    other = m.vector_at(mgpu.utils.memref_ptr(ref), m.shift(m.thread(), 2), m.f32(), 4)
+    return _accumulator([arith.addf(a, b) for a, b in zip(_registers(acc), other, strict=True)])
+
+
+def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool) -> Callable:
+    """Copy `columns` columns of `used` rows of x into shared memory and wait for them, as f(x, token, to, row, used, column).
+
+    Row i is row token[row + i] of x [., width] if `gather`, else row + i; it lands x_stride elements after row i - 1 of `to`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, SCALAR, SCALAR, SCALAR), return_type=())
+    def run(_: Any, x: Value, token: Value, to: Value, row: Any, used: Any, column: Any) -> tuple[()]:
+        x, token, to = (mgpu.utils.memref_ptr(ref) for ref in (x, token, to))
+        row, used, column = (m.scalar(a) for a in (row, used, column))
+        bf16, pieces = ir.BF16Type.get(), columns // 8  # of 16 bytes
+        for start in range(0, x_rows * pieces, 128):
+            piece = m.add(m.thread(), start)
+            i, offset = arith.divui(piece, m.as_int(pieces)), m.shift(arith.remui(piece, m.as_int(pieces)), 3)
+            wanted = m.less(i, used)
+            with mgpu.utils.when(wanted):
+                source = m.add(row, i)
+                if gather:
+                    source = llvm.load(m.i32(), m.at(token, source, m.i32()), alignment=4)
+                index = arith.addi(arith.muli(m.wide(source), m.wide(width)), m.wide(m.add(column, offset)))
+                mgpu.utils.inline_ptx(
+                    "cp.async.cg.shared.global [$0], [$1], 16;",
+                    m.at(to, m.add(m.multiply(i, x_stride), offset), bf16),
+                    m.at(x, index, bf16),
+                )
+        mgpu.utils.inline_ptx("cp.async.wait_all;")
+        return ()
+
+    return run
+
+
+def store_hidden(width: int) -> Callable:
+    """silu(gate) * up of an accumulator whose rows g are gate and g + 8 up, as f(acc, hidden, row, used, channel, gate scale, up
+    scale).
+
+    The 32 channels from `channel` on of `used` rows from `row` on of hidden [., width], bfloat16, are written.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 5), return_type=())
+    def run(_: Any, acc: Any, hidden: Value, row: Any, used: Any, channel: Any, gate_scale: Any, up_scale: Any) -> tuple[()]:
+        row, used, channel, gate_scale, up_scale = (m.scalar(a) for a in (row, used, channel, gate_scale, up_scale))
+        hidden, bf16 = mgpu.utils.memref_ptr(hidden), ir.BF16Type.get()
+        w, g, c = m.lane()
+        channel, registers = m.add(channel, m.shift(w, 3), g), _registers(acc)
+        for i in (0, 1):
+            column = m.add(m.shift(c, 1), i)
+            with mgpu.utils.when(m.less(column, used)):
+                value = _swiglu(arith.mulf(registers[i], gate_scale), arith.mulf(registers[2 + i], up_scale))
+                index = arith.addi(arith.muli(m.wide(m.add(row, column)), m.wide(width)), m.wide(channel))
+                llvm.store(arith.truncf(bf16, value), m.at(hidden, index, bf16))
+        return ()
+
+    return run
+
+
+def _swiglu(gate: Value, up: Value) -> Value:
+    power = mgpu.utils.inline_ptx(
+        "ex2.approx.ftz.f32 $0, $1;", arith.mulf(gate, m.as_float(-1.4426950408889634)), result_types=m.f32()
+    )
+    sigmoid = mgpu.utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", arith.addf(power, m.as_float(1.0)), result_types=m.f32())
+    return arith.mulf(arith.mulf(gate, sigmoid), up)
+
+
+def store_rows(width: int) -> Callable:
+    """Write an accumulator times `scale` to y, as f(acc, y, row, used, column, scale): 64 columns of `used` rows of y [., width],
+    float32.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 4), return_type=())
+    def run(_: Any, acc: Any, y: Value, row: Any, used: Any, column: Any, scale: Any) -> tuple[()]:
+        row, used, column, scale = (m.scalar(a) for a in (row, used, column, scale))
+        y, registers = mgpu.utils.memref_ptr(y), _registers(acc)
+        w, g, c = m.lane()
+        column = m.add(column, m.shift(w, 4), g)
+        for i in (0, 1):
+            x_row = m.add(m.shift(c, 1), i)
+            with mgpu.utils.when(m.less(x_row, used)):
+                index = arith.addi(arith.muli(m.wide(m.add(row, x_row)), m.wide(width)), m.wide(column))
+                for h in (0, 1):
+                    llvm.store(arith.mulf(registers[2 * h + i], scale), m.at(y, arith.addi(index, m.wide(8 * h)), m.f32()))
+        return ()
+
+    return run
+
+
+@plgpu.inline_mgpu(arg_types=(_REF, SCALAR), return_type=())
+def announce(_: Any, counters: Value, index: Any) -> tuple[()]:
+    """Add one to counters[index] once all that this warpgroup wrote can be seen by the whole GPU."""
+    mgpu.utils.warpgroup_barrier()
+    pointer = m.at(mgpu.utils.memref_ptr(counters), m.scalar(index), m.i32())
+    mgpu.utils.SemaphoreRef(pointer).signal(1, memory_scope="gpu")
+    return ()
+
+
+@plgpu.inline_mgpu(arg_types=(_REF, SCALAR, SCALAR), return_type=())
+def await_count(_: Any, counters: Value, index: Any, count: Any) -> tuple[()]:
+    """Wait until counters[index] is at least `count`; what was announced before can then be read."""
+    pointer = m.at(mgpu.utils.memref_ptr(counters), m.scalar(index), m.i32())
+    mgpu.utils.SemaphoreRef(pointer).wait(m.scalar(count), decrement=False, memory_scope="gpu")
+    return ()
+
+
+def _arrive(pointer: Value, count: Value) -> Value:
+    """Add one; whether that made `count`, for all threads alike. The last to arrive sees what all the others wrote, and resets to
+    zero.
+    """
+    mgpu.utils.warpgroup_barrier()
+    i1 = ir.IntegerType.get_signless(1)
+    first = arith.cmpi(arith.CmpIPredicate.eq, m.thread(), m.as_int(0))
+    branch = scf.IfOp(first, [i1], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        before = mgpu.utils.inline_ptx(
+            "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", pointer, result_types=m.i32(), has_side_effects=True
+        )
+        last = arith.cmpi(arith.CmpIPredicate.eq, m.add(before, 1), count)
+        with mgpu.utils.when(last):
+            mgpu.utils.inline_ptx("st.relaxed.gpu.global.u32 [$0], $1;", pointer, m.as_int(0))
+        scf.yield_([last])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_([arith.constant(i1, 0)])
+    return mgpu.utils.inline_ptx(
+        "bar.red.or.pred $0, $1, 128, $2;",
+        mgpu.utils.warpgroup_barrier_idx(sync=False),
+        branch.results[0],
+        result_types=i1,
+        has_side_effects=True,
+    )
+
+
+def combine(tokens: int, choices: int, width: int, slots: int) -> Callable:
+    """Count this warpgroup's arrival at 64 columns, and weigh and add their rows if it is the last of `count`.
+
+    As f(counters, column, count, y, place, weights, out): out[t, column + i] = sum_a weights[t, a] * y[place[t, a], column + i]
+    in the order of a, whoever comes last; a negative place contributes nothing. counters [slots + width / 64 + 1] are for slots,
+    for columns and for columns that are done; who does the last zeroes all, so that the next call finds them so.
+    """
+    blocks = width // 64
+
+    @plgpu.inline_mgpu(arg_types=(_REF, SCALAR, SCALAR, _REF, _REF, _REF, _REF), return_type=())
+    def run(_: Any, counters: Value, column: Any, count: Any, y: Value, place: Value, weights: Value, out: Value) -> tuple[()]:
+        counters, column, count = mgpu.utils.memref_ptr(counters), m.scalar(column), m.scalar(count)
+        with mgpu.utils.when(_arrive(m.at(counters, m.add(m.shift(column, -6), slots), m.i32()), count)):
+            _weigh(tokens, choices, width, column, y, place, weights, out)
+            with mgpu.utils.when(_arrive(m.at(counters, slots + blocks, m.i32()), m.as_int(blocks))):
+                for start in range(0, slots, 128):
+                    i = m.add(m.thread(), start)
+                    with mgpu.utils.when(m.less(i, slots)):
+                        llvm.store(m.as_int(0), m.at(counters, i, m.i32()), alignment=4)
+        return ()
+
+    return run
+
+
+def combine_nothing(tokens: int, choices: int, width: int) -> Callable:
+    """`combine` where no row exists to wait for, as f(column, y, place, weights, out): zeros."""
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, _REF, _REF, _REF, _REF), return_type=())
+    def run(_: Any, column: Any, y: Value, place: Value, weights: Value, out: Value) -> tuple[()]:
+        _weigh(tokens, choices, width, m.scalar(column), y, place, weights, out)
+        return ()
+
+    return run
+
+
+def _weigh(tokens: int, choices: int, width: int, column: Value, *refs: Value) -> None:
+    """Sixteen threads take four columns each of a token, eight tokens at a time."""
+    y, place, weights, out = (mgpu.utils.memref_ptr(ref) for ref in refs)
+    column = m.add(column, m.shift(m.both(m.thread(), 15), 2))
+    bound = arith.constant(m.i32(), -(-tokens // 8))
+
+    @mgpu.utils.fori(bound, [])
+    def _(step: Value, _carry: list) -> list:
+        token = m.add(m.shift(step, 3), m.shift(m.thread(), -4))
+        with mgpu.utils.when(m.less(token, tokens)):
+            total = [m.as_float(0.0)] * 4
+            rows = []
+            for a in range(choices):
+                at = m.add(m.multiply(token, choices), a)
+                row = llvm.load(m.i32(), m.at(place, at, m.i32()), alignment=4)
+                weight = llvm.load(m.f32(), m.at(weights, at, m.f32()), alignment=4)
+                there = arith.cmpi(arith.CmpIPredicate.sge, row, m.as_int(0))
+                index = arith.addi(arith.muli(m.wide(arith.maxsi(row, m.as_int(0))), m.wide(width)), m.wide(column))
+                # Other processors wrote these, so they are read past this one's own cache; all choices before the first is used.
+                values = mgpu.utils.inline_ptx(
+                    "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];",
+                    m.at(y, index, m.f32()),
+                    result_types=[m.f32()] * 4,
+                    has_side_effects=True,
+                )
+                rows.append((there, weight, values))
+            for there, weight, values in rows:
+                for i, value in enumerate(values):
+                    # A select, not a product with zero: a row that is not there may hold anything.
+                    total[i] = arith.addf(total[i], arith.select(there, arith.mulf(weight, value), m.as_float(0.0)))
+            bf16 = ir.BF16Type.get()
+            stored = vector.from_elements(ir.VectorType.get((4,), bf16), [arith.truncf(bf16, t) for t in total])
+            index = arith.addi(arith.muli(m.wide(token), m.wide(width)), m.wide(column))
+            llvm.store(stored, m.at(out, index, bf16), alignment=8)
+        return []

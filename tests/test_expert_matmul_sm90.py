@@ -1,0 +1,118 @@
+"""The Hopper kernels of the routed feed-forward: interpreted on the CPU, lowered for CUDA there, and run on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_jax.errors import InputError
+from inkling_jax.kernels.expert_matmul import cases, decode, sm90
+from inkling_jax.kernels.expert_matmul.cases import Case
+from inkling_jax.kernels.expert_matmul.group import group, slots_needed
+from inkling_jax.kernels.expert_matmul.nvfp4 import dequantize
+from inkling_jax.kernels.expert_matmul.pack import Packed, pack
+
+INTERPRETED = [cases.SMALL[1], cases.SMALL[2], cases.SMALL[5]]  # tiles split over four warpgroups, two and one
+CUDA = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="lowering for CUDA asks the CUDA plugin which PTX it can assemble"
+)
+
+
+def expected(given: dict) -> np.ndarray:
+    """The answer in float32 from the numbers that the weights stand for, token by token."""
+    x = np.asarray(given["x"]).astype(np.float32)
+    w13, w2 = (
+        np.concatenate([np.asarray(half)[..., None] for half in dequantize(given[n], jnp.float32)], -1) for n in ("w13", "w2")
+    )
+    w13, w2 = w13.reshape(*w13.shape[:-2], -1), w2.reshape(*w2.shape[:-2], -1)
+    out = np.zeros_like(x)
+    for t, a in np.ndindex(*given["experts"].shape):
+        e = int(given["experts"][t, a])
+        if 0 <= e < len(w2):
+            gate, up = w13[e, 0] @ x[t], w13[e, 1] @ x[t]
+            out[t] += float(given["weights"][t, a]) * (w2[e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def error(got: jax.Array, want: np.ndarray) -> float:
+    """Relative, of the whole."""
+    return float(np.linalg.norm(np.asarray(got).astype(np.float32) - want) / max(np.linalg.norm(want), 1e-30))
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_interpreted(case: Case) -> None:
+    """Copies, barriers, tiles and grouping of the decode kernel give the answer, with two processors sharing the work."""
+    given = cases.inputs(case)
+    w13, w2 = pack(given["w13"], "w13"), pack(given["w2"], "w2")
+    slots = slots_needed(case.tokens, case.choices, case.held, decode.ROWS)
+    plan = decode.plan(w13, w2, case.tokens, case.choices, slots, processors=2)
+    groups = group(given["experts"], case.held, decode.ROWS, plan.counters)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = decode.decode(given["x"], given["weights"], groups, w13, w2, plan, launches=3, interpret=True)
+    assert error(got, expected(given)) < 3.5e-3
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts", "rows"), [(1, 6, 32, 8), (40, 6, 5, 8), (9, 1, 3, 4), (2, 2, 1, 1)])
+def test_group(tokens: int, choices: int, experts: int, rows: int) -> None:
+    """Every row that exists is in one slot of its expert, in order of token and choice, and the others are nowhere."""
+    rng = np.random.default_rng(tokens)
+    chosen = rng.integers(-2, experts + 2, (tokens, choices))
+    found = jax.tree.map(np.asarray, group(jnp.asarray(chosen), experts, rows, 3))
+    row, slots = 0, []
+    for e in range(experts):
+        mine = np.argwhere(chosen == e)
+        for t, a in mine:
+            assert found.place[t, a] == row and found.token[row] == t
+            row += 1
+        slots += [(e, row - len(mine) + i, min(rows, len(mine) - i)) for i in range(0, len(mine), rows)]
+    assert found.count.tolist() == [len(slots)]
+    assert list(zip(*(f[: len(slots)].tolist() for f in (found.expert, found.first, found.used)), strict=True)) == slots
+    assert (found.place[(chosen < 0) | (chosen >= experts)] < 0).all()
+    assert len(slots) <= slots_needed(tokens, choices, experts, rows) == len(found.expert)
+    assert found.counters.tolist() == [0, 0, 0]
+
+
+def abstract(case: Case) -> tuple:
+    """Shapes of the arguments."""
+    shape = jax.ShapeDtypeStruct
+    d, f, e = case.width, case.hidden, case.held
+    return (
+        shape((case.tokens, d), jnp.bfloat16),
+        shape((case.tokens, case.choices), jnp.int32),
+        shape((case.tokens, case.choices), jnp.float32),
+        Packed(shape((e, f // 32, d // 128, 9, 128), jnp.int32), shape((e, 2), jnp.float32)),
+        Packed(shape((e, d // 64, f // 128, 9, 128), jnp.int32), shape((e,), jnp.float32)),
+    )
+
+
+@CUDA
+@pytest.mark.parametrize(
+    "case", [*cases.SMALL, *(c for c in cases.BENCH if c.phase == "decode" and c.tokens in (1, 64))], ids=lambda c: c.name
+)
+def test_lowers(case: Case) -> None:
+    """What only the compiler refuses (shared memory, layouts, alignments) is seen without a GPU."""
+    text = sm90._run.trace(*abstract(case), processors=132).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2
+
+
+def test_wrong_x_is_refused() -> None:
+    """Only bfloat16 of the weights' width."""
+    x, *rest = abstract(cases.SMALL[0])
+    with pytest.raises(InputError, match=r"float32\[1, 256\]; expected bfloat16\[1, 256\]"):
+        sm90._run.trace(jax.ShapeDtypeStruct(x.shape, jnp.float32), *rest, processors=132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
+def test_on_gpu(case: Case) -> None:
+    """The kernel's answer is right and the same bits each time."""
+    given = cases.inputs(case)
+    args = (given["x"], given["experts"], given["weights"], pack(given["w13"], "w13"), pack(given["w2"], "w2"))
+    got = [np.asarray(sm90.expert_matmul(*args)) for _ in range(3)]
+    assert error(got[0], expected(given)) < 3.5e-3
+    assert all(np.array_equal(g.view(np.uint16), got[0].view(np.uint16)) for g in got)
