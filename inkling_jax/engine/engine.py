@@ -111,6 +111,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the device memory of weights and state; later calls raise InputError."""
+        if not self.state.length.is_deleted():
+            jax.block_until_ready(self.state)  # a process that ends while a step runs aborts
         for array in [*self.leaves, *jax.tree.leaves(self.state)]:
             array.delete()
         self.leaves, self.closed = [], True
