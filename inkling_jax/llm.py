@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class LLM:
                 self.engine.cancel(output.request_id)  # a stop string ends it before the model does
         return [writer.completion() for writer in writers]
 
-    def stream(self, prompt: PromptLike, sampling: SamplingParams = SamplingParams()) -> Iterator[Delta]:
+    def stream(self, prompt: PromptLike, sampling: SamplingParams = SamplingParams()) -> Generator[Delta, None, None]:
         """Pieces of one completion as they are made. Closing the iterator cancels the request."""
         if sampling.n != 1:
             raise InputError(f"stream yields one completion, SamplingParams.n is {sampling.n}")
@@ -128,7 +128,7 @@ class LLM:
         render = chat_renderer(self._directory, tokenizer) if self._directory else chat.render
         return Prompt(encode_segments(render(messages, tools=tools, effort=effort), tokenizer))
 
-    def _stream(self, requests: list[Request]) -> Iterator[Delta]:
+    def _stream(self, requests: list[Request]) -> Generator[Delta, None, None]:
         writer = _Writer(self.tokenizer, requests[0])
         for _, output in self._run(requests):
             delta = writer.push(output)

@@ -19,7 +19,7 @@ from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
 from inkling_jax.config import ModelConfig, preset
 from inkling_jax.convert.load import load_parameters
-from inkling_jax.convert.progress import Progress
+from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import Engine, EngineOptions
@@ -226,7 +226,7 @@ def _summary(
     cache = cache_bytes(config.text, shape, itemsize, sizes)
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return (
-        f"{config.text.num_layers} layers, {jnp.dtype(dtype).name}, {devices}; weights {weights / 1e9:.2f} GB; "
-        f"cache {sum(cache.values()) / 1e9:.2f} GB a device: {shape.global_pages * shape.page_size:,} tokens for global layers, "
-        f"{shape.slots} windows for local ones; context {shape.max_context:,}"
+        f"{config.text.num_layers} layers, {jnp.dtype(dtype).name}, {devices}; weights {size_text(weights)}; "
+        f"cache {size_text(sum(cache.values()))} a device for {shape.global_pages * shape.page_size:,} tokens, "
+        f"at most {shape.max_context:,} a sequence"
     )

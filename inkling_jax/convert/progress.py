@@ -41,7 +41,7 @@ class Progress:
             self._task = self._bar.add_task(self._label, total=self.total)
             self._bar.start()
         elif self._plain:
-            self._line(f"{_size(self.total)} to go")
+            self._line(f"{size_text(self.total)} to go")
         return self
 
     def advance(self, nbytes: int) -> None:
@@ -52,13 +52,13 @@ class Progress:
         elif self._plain and self._clock() - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = self._clock()
             percent = 100 * self.done // max(self.total, 1)
-            self._line(f"{percent}%, {_size(self.done)} of {_size(self.total)}, {self._rate()}")
+            self._line(f"{percent}%, {size_text(self.done)} of {size_text(self.total)}, {self._rate()}")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif self._plain and kind is None:
-            self._line(f"{_size(self.done)} in {self._clock() - self._start:.1f} s, {self._rate()}")
+            self._line(f"{size_text(self.done)} in {self._clock() - self._start:.1f} s, {self._rate()}")
 
     def _line(self, text: str) -> None:
         print(f"{self._label}: {text}", file=self._stream, flush=True)
@@ -72,5 +72,6 @@ def _bar(stream: TextIO) -> Bar:
     return Bar(*columns, console=Console(file=stream))
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
