@@ -383,7 +383,7 @@ class _Body:
         expert, row, used = r["expert"][slot], r["first"][slot], r["used"][slot]
         if is_up:
             store = self.ops.store_hidden(p.hidden)
-            store(acc, r["hidden"], row, used, block * (BLOCK_ROWS // 2), r["up_scale"][expert, 0], r["up_scale"][expert, 1])
+            store(acc, r["hidden"], row, used, block, r["up_scale"][expert, 0], r["up_scale"][expert, 1])
             if self.has_down:
                 self.ops.announce(r["counters"], slot)
             return

@@ -158,18 +158,20 @@ def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool
 
 
 def store_hidden(width: int) -> Callable:
-    """silu(gate) * up of an accumulator whose rows g are gate and g + 8 up, as f(acc, hidden, row, used, channel, gate scale, up
-    scale).
+    """silu(gate) * up of an accumulator whose rows g are gate and g + 8 up, into `used` rows from `row` on of hidden [., width],
+    bfloat16.
 
-    The 32 channels from `channel` on of `used` rows from `row` on of hidden [., width], bfloat16, are written.
+    As f(acc, hidden, row, used, block, gate scale, up scale), `block` of 64 packed rows being half of 64 channels
+    (`pack._interleave`).
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 5), return_type=())
-    def run(_: Any, acc: Any, hidden: Value, row: Any, used: Any, channel: Any, gate_scale: Any, up_scale: Any) -> tuple[()]:
-        row, used, channel, gate_scale, up_scale = (m.scalar(a) for a in (row, used, channel, gate_scale, up_scale))
+    def run(_: Any, acc: Any, hidden: Value, row: Any, used: Any, block: Any, gate_scale: Any, up_scale: Any) -> tuple[()]:
+        row, used, block, gate_scale, up_scale = (m.scalar(a) for a in (row, used, block, gate_scale, up_scale))
         hidden, bf16 = mgpu.utils.memref_ptr(hidden), ir.BF16Type.get()
         w, g, c = m.lane()
-        channel, registers = m.add(channel, m.shift(w, 3), g), _registers(acc)
+        channel = m.add(m.shift(m.shift(block, -1), 6), m.shift(m.shift(g, -1), 4), m.shift(m.both(block, 1), 3))
+        channel, registers = m.add(channel, m.shift(w, 1), m.both(g, 1)), _registers(acc)
         for i in (0, 1):
             column = m.add(m.shift(c, 1), i)
             with mgpu.utils.when(m.less(column, used)):

@@ -41,17 +41,17 @@ class Packed(NamedTuple):
 
     @property
     def paired(self) -> bool:
-        """Whether rows are gate and up, eight and eight by turns: both rows of a thread then belong to one channel."""
+        """Whether rows are gate and up by turns (`_interleave`): both rows of a thread then belong to one channel."""
         return self.scale2.ndim == 2
 
 
 def pack(weight: Nvfp4, name: str) -> Packed:
     """Rearrange the weights [E, O, I] or [E, 2, F, I] of experts, each independent of the others; `name` is for messages.
 
-    O (or F, halved) must be in blocks of 64 rows and I of 128 columns: CheckpointError, and so is a block scale that is NaN or
+    O (or F) must be in blocks of 64 rows and I of 128 columns: CheckpointError, and so is a block scale that is NaN or
     negative.
     """
-    rows, columns = weight.values.shape[-2] * (weight.values.ndim - 2), weight.values.shape[-1] * 2
+    rows, columns = weight.values.shape[-2], weight.values.shape[-1] * 2
     if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
         raise CheckpointError(f"{name}: {rows} x {columns} is not in blocks of {BLOCK_ROWS} rows and {BLOCK_COLUMNS} columns")
     worst = int(_largest_byte(weight.scale))
@@ -148,12 +148,17 @@ def _unpack_expert(words: Int32[Array, "n k 9 128"], paired: bool) -> tuple[Arra
 
 
 def _interleave(rows: Array) -> Array:
-    """[2, F, C] to [2F, C], eight rows of the first and eight of the second by turns."""
-    return rows.reshape(2, -1, 8, rows.shape[-1]).swapaxes(0, 1).reshape(-1, rows.shape[-1])
+    """[2, F, C] to [2F, C]: eight rows of gate and eight of up by turns, of the 64 channels c, j, kh, lo/hi in the order j, kh,
+    c, lo/hi.
+
+    That order is the one in which tensor cores that read x from shared memory meet the columns of the next product: hidden values
+    can be written in it, eight neighbours at a time.
+    """
+    return rows.reshape(2, -1, 4, 4, 2, 2, rows.shape[-1]).transpose(1, 3, 4, 0, 2, 5, 6).reshape(-1, rows.shape[-1])
 
 
 def _separate(rows: Array) -> Array:
-    return rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(0, 1).reshape(2, -1, rows.shape[-1])
+    return rows.reshape(-1, 4, 2, 2, 4, 2, rows.shape[-1]).transpose(3, 0, 4, 1, 2, 5, 6).reshape(2, -1, rows.shape[-1])
 
 
 def _place(code: Array, h: int, kh: int) -> Array:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -24,7 +24,7 @@ def multiply_unit(blocks: int, x_rows: int, x_stride: int) -> Callable:
         rows = jnp.concatenate([rows] * (ROWS // x_rows)) if x_rows < ROWS else rows
         for b, weight in enumerate(weights):
             part = rows[:, b * BLOCK_COLUMNS : (b + 1) * BLOCK_COLUMNS]
-            acc = acc + jax.lax.dot_general(weight, part, (((1,), (1,)), ((), ())), precision="highest")
+            acc = acc + lax.dot_general(weight, part, (((1,), (1,)), ((), ())), precision="highest")
         return acc
 
     return run
@@ -57,15 +57,17 @@ def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool
 def store_hidden(width: int) -> Callable:
     """See device.store_hidden."""
 
-    def run(acc: Array, hidden: Array, row: Array, used: Array, channel: Array, gate_scale: Array, up_scale: Array) -> None:
-        both = acc.reshape(4, 2, 8, ROWS)
-        gate, up = both[:, 0].reshape(32, ROWS) * gate_scale, both[:, 1].reshape(32, ROWS) * up_scale
-        value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
+    def run(acc: Array, hidden: Array, row: Array, used: Array, block: Array, gate_scale: Array, up_scale: Array) -> None:
+        both = acc.reshape(4, 2, 4, 2, ROWS)  # j, kh (four of eight) of 64 channels, gate or up, c, lo/hi
+        gate, up = both[:, 0] * gate_scale, both[:, 1] * up_scale
+        value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16).transpose(1, 0, 2, 3).reshape(4, 8, ROWS)
+        channel = lax.div(block, 2) * 64 + lax.rem(block, 2) * 8
         for i in range(ROWS):
 
             @pl.when(i < used)
             def _(i: int = i) -> None:
-                hidden[row + i, pl.ds(channel, 32)] = value[:, i]
+                for c in range(4):
+                    hidden[row + i, pl.ds(channel + 16 * c, 8)] = value[c, :, i]
 
     return run
 
