@@ -21,7 +21,7 @@ from inkling_jax.engine.request import Request, SamplingParams, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
-from inkling_jax.errors import InputError
+from inkling_jax.errors import CapacityError, InputError
 
 LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
 
@@ -167,16 +167,22 @@ class Engine:
         check_ids(token_ids, self.vocab)
         sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1)))
         try:
-            while sequence.slot < 0:
-                self.scheduler.admit()
-                if sequence.slot < 0 and not self._in_flight:
-                    raise InputError("no slot or pages are free to score a prompt: finish or cancel running requests first")
-            while sequence.prefilled < sequence.prompt_length:
-                begin = sequence.prefilled
-                sequence.prefilled = min(sequence.prompt_length, begin + self.options.chunk)
-                chunk, context = self._chunk([(sequence, begin, sequence.prefilled)])
+            for admitted in self.scheduler.admit():
+                if admitted is not sequence:
+                    self._admit(admitted)
+            if sequence.slot < 0:
+                free = len(self.scheduler.free_slots)
+                raise CapacityError(
+                    f"no slot or not enough pages for scoring a prompt of {len(token_ids)} tokens ({free} of {self.shape.slots} "
+                    "slots are free): finish or cancel other requests first"
+                )
+            # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
+            sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
+            for begin in range(0, sequence.prompt_length, self.options.chunk):
+                end = min(sequence.prompt_length, begin + self.options.chunk)
+                chunk, context = self._chunk([(sequence, begin, end)])
                 (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
-                count = sequence.prefilled - begin
+                count = end - begin
                 yield np.asarray(logits[:count], np.float32), {name: np.asarray(value[:count]) for name, value in tape.items()}
         finally:
             self.scheduler.retire(sequence)
@@ -196,13 +202,12 @@ class Engine:
     def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
         chunk, context = self._chunk(parts)
         ending = [s for s, _, end in parts if end == s.prompt_length]
-        sampled, self.state = self.programs.prefill(
-            self.leaves, self.state, chunk, context=context, sampling=self._sampling(ending)
-        )
+        sampling = self._sampling([s for s, _, _ in parts])  # of all, so that a request needs one program for all its chunks
+        sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=sampling)
         for sequence in ending:
             sequence.dispatched = 1
         rows = [(row, s) for row, (s, _, end) in enumerate(parts) if end == s.prompt_length]
-        self._launched(rows, jax.tree.map(lambda a: a[None], sampled))
+        self._launched(rows, sampled)
 
     def _dispatch_decode(self, sequences: list[Sequence]) -> None:
         steps = self.options.tokens_per_call

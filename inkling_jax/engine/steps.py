@@ -112,7 +112,7 @@ class Programs:
     def _prefill(
         self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling
     ) -> tuple[Sampled, EngineState]:
-        """Append a chunk; rows whose prompt ends in it sample a token and, unless that ends them, become live."""
+        """Append a chunk; rows whose prompt ends in it sample a token, [1, B], and, unless that ends them, become live."""
         model, ragged = self._model(leaves), chunk.ragged()
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context)
         last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
@@ -122,7 +122,8 @@ class Programs:
         logits = jax.lax.cond(  # most chunks of a long prompt end no row, and the head is a large read
             chunk.last.any(), model.logits, lambda _: jnp.zeros(absent.shape, absent.dtype), rows
         )
-        return _sample(logits, state, ragged, chunk.last, sampling)
+        sampled, state = _sample(logits, state, ragged, chunk.last, sampling)
+        return jax.tree.map(lambda a: a[None], sampled), state
 
     def _decode(
         self,

@@ -1,0 +1,151 @@
+"""Engines over the reference checkpoints. Weights and programs are shared, so that a process compiles each program once.
+
+Programs depend on a cache's shape: it is fixed but for the page size, and prompt chunks of up to 16 tokens are one bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from inkling_jax.cache.paged import CacheShape
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.engine.engine import Engine, EngineOptions, Output
+from inkling_jax.engine.request import Request, SamplingParams
+from inkling_jax.engine.state import EngineState, create_state
+from inkling_jax.engine.steps import Programs
+from inkling_jax.model import Inkling
+from inkling_jax.sharding.mesh import make_mesh
+
+SLOTS, CONTEXT, MAX_QUERY = 4, 512, 128
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A checkpoint on the device in float32, and its programs. `paths` name the leaves."""
+
+    config: ModelConfig
+    programs: Programs
+    leaves: list[jax.Array]
+    paths: list[str]
+    sharding: NamedSharding
+
+
+@functools.cache
+def model(directory: Path) -> Model:
+    """The model of a checkpoint directory, read once."""
+    config = ModelConfig.from_directory(directory)
+    plan = WeightPlan.build(config, Checkpoint.open(directory))
+    mesh = make_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec())
+    declared = Inkling(config.text, plan.packed, jnp.float32)
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(declared))]
+    arrays = load_parameters(plan, dtype=jnp.float32, device=sharding)
+    return Model(config, Programs(declared, mesh, jnp.float32), [arrays[path] for path in paths], paths, sharding)
+
+
+def cache_shape(page: int = 16, pages: int | None = None) -> CacheShape:
+    """Room for all slots at full context, or for `pages` pages a pool."""
+    pages = SLOTS * CONTEXT // page if pages is None else pages
+    return CacheShape(SLOTS, page, pages, pages, CONTEXT, MAX_QUERY)
+
+
+def engine(
+    directory: Path,
+    *,
+    shape: CacheShape | None = None,
+    chunk: int = 16,
+    tokens_per_call: int = 7,
+    ahead: int = 1,
+    leaves: list[jax.Array] | None = None,
+) -> Engine:
+    """A fresh engine that never samples media slots and stops where the checkpoint says."""
+    assert max(chunk, tokens_per_call * (ahead + 2)) <= MAX_QUERY
+    shared = model(directory)
+    config, shape = shared.config, shape or cache_shape()
+    state = create_state(config.text, shape, jnp.float32, config.text.usable_vocab_size)
+    assert isinstance(config.eos_token_id, int)
+    return Engine(
+        shared.programs,
+        leaves or shared.leaves,
+        jax.device_put(state, shared.sharding),
+        config.text,
+        shape,
+        banned=tuple(i for i in (config.image_token_id, config.audio_token_id) if i is not None),
+        default_stop_ids=(config.eos_token_id,),
+        options=EngineOptions(chunk, tokens_per_call, ahead),
+    )
+
+
+@dataclasses.dataclass
+class Result:
+    """All that a request led to."""
+
+    tokens: list[int]
+    logprobs: list
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+def gather(outputs: Iterable[Output], into: dict[int, Result]) -> None:
+    """Add outputs to the results of their requests."""
+    for output in outputs:
+        result = into.setdefault(output.request_id, Result([], []))
+        assert result.finish_reason is None, "an output after the end"
+        result.tokens += output.token_ids
+        result.logprobs += output.logprobs
+        result.finish_reason, result.error = output.finish_reason, output.error
+
+
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY, between=None
+):
+    """Results of prompts that run together, in their order; `between(engine)` is called before each step."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    ids = [engine.add(Request(tuple(map(int, prompt)), p)) for prompt, p in zip(prompts, each, strict=True)]
+    results: dict[int, Result] = {}
+    while engine.busy:
+        if between:
+            between(engine)
+        gather(engine.step(), results)
+    return [results[i] for i in ids]
+
+
+def poison(engine: Engine, local_layers: tuple[bool, ...]) -> None:
+    """NaN wherever nothing may look: pages of no sequence, pages past what is written, states of free slots and of padding."""
+    page, kept = engine.shape.page_size, {}
+    for name, pages in (("global", engine.shape.global_pages), ("local", engine.shape.local_pages)):
+        kept[name] = np.zeros((pages, page), bool)
+        for sequence in engine.scheduler.running:
+            held, written = sequence.pages[name], sequence.prefilled + max(sequence.dispatched - 1, 0)
+            for i, mine in enumerate(held._held):
+                kept[name][mine] = (held._first + i) * page + np.arange(page) < written
+    slots = np.isin(np.arange(engine.shape.slots + 1), [sequence.slot for sequence in engine.scheduler.running])
+    engine.state = _poison(engine.state, kept["global"], kept["local"], slots, local_layers)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=4)
+def _poison(state: EngineState, in_global, in_local, slots, local_layers) -> EngineState:
+    def only(kept, array):
+        return jnp.where(kept.reshape(kept.shape + (1,) * (array.ndim - kept.ndim)), array, jnp.nan)
+
+    def spoil(layer, local):
+        kept = (in_local if local else in_global)[:, None, :]
+        pages = {name: only(kept, getattr(layer, name)) for name in ("k_pages", "v_pages")}
+        states = {name: only(slots, getattr(layer, name)) for name in ("k_conv", "v_conv", "attn_conv", "mlp_conv")}
+        return dataclasses.replace(layer, **pages, **states)
+
+    layers = tuple(spoil(layer, local) for layer, local in zip(state.cache.layers, local_layers, strict=True))
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
