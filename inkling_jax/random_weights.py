@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Shaped, UInt32
 
 from inkling_jax.config import TextConfig
 from inkling_jax.model import Inkling, Packed
@@ -60,10 +60,24 @@ def random_leaves(
     leaves = []
     for path, local in local_leaves(model, sizes or {}).items():
         sharding = NamedSharding(mesh, partition_spec(flat[path].axes)) if mesh is not None else None
-        make = _maker(local.shape, jnp.dtype(local.dtype), sharding)
-        mean, std = _moments(path, shapes, model.logits_divisor)
-        leaves.append(make(np.uint32(seed % 2**32), np.uint32(zlib.crc32(path.encode())), mean, std))
+        moments = _moments(path, shapes, model.logits_divisor)
+        leaves.append(random_array(path, local.shape, local.dtype, *moments, seed=seed, sharding=sharding))
     return jax.block_until_ready(leaves)
+
+
+def random_array(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    seed: int = 0,
+    sharding: NamedSharding | None = None,
+) -> Shaped[Array, "*shape"]:
+    """An array that `seed` and `name` decide: numbers of this mean and spread, or for a packed dtype any valid bytes."""
+    make = _maker(tuple(shape), jnp.dtype(dtype), sharding)
+    return make(np.uint32(seed % 2**32), np.uint32(zlib.crc32(name.encode())), mean, std)
 
 
 def _parameters(model: Inkling) -> dict[str, nnx.Param]:

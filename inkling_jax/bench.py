@@ -1,0 +1,96 @@
+"""Benchmarks from the command line: `python -m inkling_jax.bench`. Rows go to a JSON file, a table to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from inkling_jax.command_line import EXIT_CODES, Parser, add_message_options, run, set_up_messages, start_jax
+from inkling_jax.config import PRESETS
+
+EXAMPLES = f"""\
+examples:
+  # one of eight ranks of a released shape, with random weights, on one GPU
+  python -m inkling_jax.bench step --preset inkling-small --rank-of tensor=8 --batch 1,8,64 --context 1024,8192
+
+  # its prefill as well, and a first look in seconds: six layers
+  python -m inkling_jax.bench step --preset inkling --rank-of tensor=8 --layers 6 --batch 1 --context 1024 --prefill 2048
+
+  # the shape of a checkpoint, whose tensors are not read
+  python -m inkling_jax.bench step --model ./ckpt --batch 1 --context 256
+
+{EXIT_CODES}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; its exit code."""
+    args = _parser().parse_args(argv)
+    return run(lambda: _bench(args))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    set_up_messages(args.verbose, args.quiet)
+    start_jax()
+    return importlib.import_module(f"inkling_jax.benchmarks.{args.bench}").run(args)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m inkling_jax.bench",
+        description="Measure the model on this machine. A row is replaced when its case is measured again.",
+        epilog=EXAMPLES,
+    )
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, (summary, add_options) in BENCHES.items():
+        bench = benches.add_parser(name, help=summary, description=summary, epilog=EXAMPLES)
+        add_options(bench)
+        bench.add_argument("--output", default=f"bench/results/{name}.json", metavar="FILE", help="rows (default %(default)s)")
+        add_message_options(bench)
+    return parser
+
+
+def _add_step_options(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--preset", choices=PRESETS, help="a released shape")
+    shape.add_argument("--model", metavar="DIR", help="the shape that a checkpoint's config.json gives")
+    parser.add_argument(
+        "--rank-of", default="tensor=1", metavar="AXIS=N,...", help="take one rank's share of such a mesh (default %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only (default: all)")
+    parser.add_argument(
+        "--batch", type=_sizes, default=[1, 8, 64], metavar="1,8,...", help="sequences that decode (default 1,8,64)"
+    )
+    parser.add_argument(
+        "--context",
+        type=_sizes,
+        default=[1024, 8192],
+        metavar="1024,...",
+        help="tokens that each has (default 1024,8192); every batch and context is a program to compile",
+    )
+    parser.add_argument("--prefill", type=_sizes, default=[], metavar="2048,...", help="measure prompts of so many tokens too")
+    parser.add_argument(
+        "--steps-per-call", type=_size, default=8, metavar="N", help="tokens a call decodes (default %(default)s)"
+    )
+    parser.add_argument("--page-size", type=_size, default=64, metavar="N", help="tokens a cache page (default %(default)s)")
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(part) for part in text.split(",")]
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return int(text)
+
+
+BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "step": ("time one rank's decode and prefill steps, with random weights", _add_step_options),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""One rank's part of a model, alone on a device: its collectives run over axes of size one, everything else is as on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inkling_jax.cache.paged import Cache, CacheShape, LayerCache
+from inkling_jax.config import ModelConfig, TextConfig, preset
+from inkling_jax.engine.sampler import SamplerState
+from inkling_jax.engine.state import EngineState, create_state
+from inkling_jax.engine.steps import Programs
+from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.model import Inkling
+from inkling_jax.random_weights import local_leaves, packed_experts, random_array, random_leaves
+from inkling_jax.sharding.mesh import make_mesh, parse_mesh
+
+DTYPE = jnp.bfloat16  # of the releases
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A rank's share of a model with random weights, NVFP4 where the releases are."""
+
+    name: str  # of the model, the mesh and what is cut away, as cases spell it
+    mesh: str  # such as "tensor=8"
+    config: TextConfig
+    sizes: dict[str, int]  # of that mesh
+
+    @functools.cached_property
+    def model(self) -> Inkling:
+        """The whole model, declared without memory."""
+        return Inkling(self.config, packed_experts(self.config), DTYPE)
+
+    @functools.cached_property
+    def programs(self) -> Programs:
+        """The engine's programs, on one device."""
+        return Programs(self.model, make_mesh(), DTYPE)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of this rank's parameters by path."""
+        return local_leaves(self.model, self.sizes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of this rank's parameters."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
+
+    def random_leaves(self) -> list[jax.Array]:
+        """This rank's parameters on the device."""
+        return random_leaves(self.model, sizes=self.sizes)
+
+    def abstract_state(self, shape: CacheShape) -> EngineState:
+        """The engine's state for this rank, without memory."""
+        vocab = min(self.leaves["unembed"].shape[0], self.config.usable_vocab_size)
+        return jax.eval_shape(lambda: create_state(self.config, shape, DTYPE, vocab, self.sizes))
+
+    def random_state(self, shape: CacheShape) -> EngineState:
+        """A state in which every slot owns all pages of its tables, shuffled, and caches hold random numbers. No slot is live."""
+        abstract = self.abstract_state(shape)
+        layers = [{f.name: getattr(layer, f.name) for f in dataclasses.fields(LayerCache)} for layer in abstract.cache.layers]
+        return EngineState(
+            cache=Cache(
+                layers=tuple(
+                    LayerCache(**{name: random_array(f"{i}.{name}", a.shape, a.dtype) for name, a in arrays.items()})
+                    for i, arrays in enumerate(layers)
+                ),
+                global_table=_shuffled_table(shape.slots, shape.global_pages),
+                local_table=_shuffled_table(shape.slots, shape.local_pages),
+            ),
+            sampler=SamplerState.create(shape.slots, abstract.sampler.prompt_seen.shape[1]),
+            last_token=jnp.zeros(shape.slots + 1, jnp.int32),
+            length=jnp.zeros(shape.slots + 1, jnp.int32),
+            live=jnp.zeros(shape.slots + 1, bool),
+        )
+
+    def cache_shape(self, slots: int, context: int, queries: int, page_size: int) -> CacheShape:
+        """Sizes of a cache in which `slots` sequences reach `context` tokens, `queries` of them a step."""
+        empty = CacheShape(slots, page_size, 0, 0, context, queries)
+        return dataclasses.replace(
+            empty,
+            global_pages=slots * empty.table_width(None),
+            local_pages=slots * empty.table_width(self.config.local_attention.window),
+        )
+
+    def check_memory(self, state: EngineState, device: Any) -> None:
+        """Raise CapacityError with both numbers where weights and `state` cannot fit the device; no limit is known of a CPU."""
+        limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+        needed = self.weight_bytes + sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+        if limit is not None and needed > limit:
+            raise CapacityError(
+                f"{self.name} needs {needed} bytes for weights and cache, the device has {limit}: split it over more ranks "
+                f"(--rank-of), or take a smaller batch, context or number of layers"
+            )
+
+
+def open_shard(source: str, rank_of: str, layers: int | None) -> Shard:
+    """The shard of a preset or of the shape in a checkpoint directory (its tensors are not read), cut to its first `layers`.
+
+    `rank_of` names the mesh, such as "tensor=8". Raises ConfigError for what does not divide over it, InputError for bad values.
+    """
+    directory = Path(source)
+    config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
+    sizes = parse_mesh(rank_of)
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tensor=1"
+    name = f"{directory.resolve().name if directory.is_dir() else source} {mesh}"
+    if layers is not None:
+        if not 1 <= layers <= config.num_layers:
+            raise InputError(f"--layers {layers}: {source} has {config.num_layers}")
+        local, dense = config.local_layers[:layers], config.dense_layers[:layers]
+        config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
+        name += f" layers={layers}"
+    shard = Shard(name, mesh, config, sizes)
+    shard.abstract_state(shard.cache_shape(1, 1, 1, 1))  # with the parameters, all that must divide
+    return shard
+
+
+def _shuffled_table(slots: int, pages: int) -> jax.Array:
+    """Page tables [slots + 1, pages / slots] that share out all pages at random; the last slot, for padding, has none."""
+    table = np.full((slots + 1, pages // slots), pages, np.int32)
+    table[:slots] = np.random.default_rng(0).permutation(pages).reshape(slots, -1)
+    return jnp.asarray(table)
