@@ -104,7 +104,7 @@ def test_shared_experts_weigh_each_token():
     """Weights [1, 0] leave only the first expert, [0, 2] twice the second, token by token."""
     rng = np.random.default_rng(0)
     w13, w2 = rng.standard_normal((2, 2, 3, 2)), rng.standard_normal((2, 2, 3))
-    shared = filled(SharedExperts(SMALL, jnp.float32), w13=w13, w2=w2)
+    shared = filled(SharedExperts(SMALL, jnp.float32), w13=w13, w2=w2.swapaxes(0, 1))
     x = np.array([[1.0, -2.0], [0.5, 3.0]], np.float32)
     each = [(silu(x @ w13[j, 0].T) * (x @ w13[j, 1].T)) @ w2[j].T for j in range(2)]
     out = shared(x, np.array([[1, 0], [0, 2]], np.float32))

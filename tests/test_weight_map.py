@@ -124,7 +124,6 @@ def test_the_rest_lands_as_it_is(micro: Any) -> None:
         "layers.0.mlp.w2": L + "0.mlp.w2_md.weight",
         "layers.2.mlp.router.weight": L + "2.mlp.gate.weight",
         "layers.2.mlp.router.bias": L + "2.mlp.gate.bias",
-        "layers.2.mlp.shared.w2": L + "2.mlp.shared_experts.shared_w2_weight",
         "layers.2.mlp.experts.w2": L + "2.mlp.experts.w2_weight",
         "layers.4.attn_norm.weight": L + "4.attn_norm.weight",
         "layers.4.mlp_norm.weight": L + "4.mlp_norm.weight",
@@ -134,6 +133,8 @@ def test_the_rest_lands_as_it_is(micro: Any) -> None:
     }
     for path, name in as_stored.items():
         assert same(assemble(path), tensors[name]), path
+    shared, stored = assemble("layers.2.mlp.shared.w2"), tensors[L + "2.mlp.shared_experts.shared_w2_weight"]
+    assert all(same(shared[:, j], stored[j]) for j in range(stored.shape[0]))
     assert same(assemble("layers.3.attn.rel_bias"), tensors[L + "3.attn.rel_logits_proj.proj"].T)
     for stream in ("attn", "mlp"):
         assert same(assemble(f"layers.3.{stream}_conv.weight"), tensors[f"{L}3.{stream}_sconv.weight"][:, 0])

@@ -69,6 +69,11 @@ def read_transposed(checkpoint: Checkpoint, name: str) -> Shaped[np.ndarray, "co
     return np.ascontiguousarray(checkpoint.read(name).T)
 
 
+def read_leading_inside(checkpoint: Checkpoint, name: str) -> Shaped[np.ndarray, "rows batch columns"]:
+    """A stack of matrices with its leading axis moved inside the rows, so that one product sums over the stack."""
+    return np.ascontiguousarray(checkpoint.read(name).swapaxes(0, 1))
+
+
 def read_gate_up(checkpoint: Checkpoint, name: str) -> Shaped[np.ndarray, "*batch 2 half columns"]:
     """A [2F, D] matrix or a stack [E, 2F, D] of them, gate rows apart from up rows."""
     info = checkpoint.info(name)

@@ -137,7 +137,9 @@ class _Planner:
         self._scalar(path + "router.global_scale", name + "gate.global_scale")
         stem = name + "shared_experts.shared_"
         self._gate_up(path + "shared.w13", Wanted(stem + "w13_weight", ((sinks, 2 * inner, width),), leading=shared))
-        self._plain(path + "shared.w2", Wanted(stem + "w2_weight", ((sinks, width, inner),), leading=shared))
+        down = Wanted(stem + "w2_weight", ((sinks, width, inner),), leading=shared)
+        read = functools.partial(assemble.read_leading_inside, name=down.name)
+        self.ledger.add(path + "shared.w2", (width, sinks, inner), read, down)
         for matrix, shape in (("w13", (experts, 2 * inner, width)), ("w2", (experts, width, inner))):
             stored, name_of = f"{path}experts.{matrix}", f"{name}experts.{matrix}_weight"
             if self._is_packed(name_of, shape):

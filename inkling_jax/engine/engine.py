@@ -183,7 +183,8 @@ class Engine:
                 chunk, context = self._chunk([(sequence, begin, end)])
                 (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
                 count = end - begin
-                yield np.asarray(logits[:count], np.float32), {name: np.asarray(value[:count]) for name, value in tape.items()}
+                # cut on the host: on the device each count would be a program of its own
+                yield np.asarray(logits)[:count], {name: np.asarray(value)[:count] for name, value in tape.items()}
         finally:
             self.scheduler.retire(sequence)
 

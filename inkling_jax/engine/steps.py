@@ -24,6 +24,9 @@ from inkling_jax.engine.state import EngineState, PageUpdates
 from inkling_jax.model import Inkling
 from inkling_jax.sharding.rules import partition_spec
 
+# XLA would merge products that share an input (router and shared experts) by joining their weights anew in every step.
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Programs:
     def _compile(self, step: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
         """jit of shard_map of `step(leaves, state, inputs, **static)`; the state is donated."""
 
-        @functools.partial(jax.jit, static_argnames=static, donate_argnums=1)
+        @functools.partial(jax.jit, static_argnames=static, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         def program(leaves: list[Array], state: EngineState, inputs: Any, **options: Any) -> Any:
             specs = state_specs(state)
             body = jax.shard_map(

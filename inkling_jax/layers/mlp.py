@@ -28,12 +28,15 @@ class DenseMLP(nnx.Module):
 
 
 class SharedExperts(nnx.Module):
-    """The J experts that every token takes, each with its weight a token, as one feed-forward J times as wide."""
+    """The J experts that every token takes, each with its weight a token, as one feed-forward J times as wide.
+
+    w13 is [J, 2, F, D]; w2 is [D, J, F], so that the sum over experts is one contraction of contiguous rows.
+    """
 
     def __init__(self, config: TextConfig, dtype: jnp.dtype):
         shared, width = config.num_shared_experts, config.expert_width
         self.w13 = param((shared, 2, width, config.hidden_size), dtype, (None, None, "ffn", None))
-        self.w2 = param((shared, config.hidden_size, width), dtype, (None, None, "ffn"))
+        self.w2 = param((config.hidden_size, shared, width), dtype, (None, None, "ffn"))
 
     def __call__(self, x: Float[Array, "T D"], weights: Float[Array, "T J"]) -> Float[Array, "T D"]:
         """This rank's part of the float32 sum over shared experts; the caller reduces it together with the routed experts'."""
@@ -41,7 +44,7 @@ class SharedExperts(nnx.Module):
         shared, _, width, model = w13.shape
         hidden = linear(x, w13.reshape(shared * 2 * width, model), jnp.float32).reshape(-1, shared, 2, width)
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weights[..., None]
-        return jnp.einsum("tjf,jdf->td", hidden.astype(x.dtype), self.w2[...], preferred_element_type=jnp.float32)
+        return linear(hidden.reshape(-1, shared * width).astype(x.dtype), self.w2[...].reshape(model, -1), jnp.float32)
 
 
 def gated(x: Float[Array, "T D"], w13: Float[Array, "2 F D"]) -> Float[Array, "T F"]:
