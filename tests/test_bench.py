@@ -313,14 +313,15 @@ def test_other_files_are_not_overwritten(tmp_path: Path, text: str, told: str) -
 # Clocks and ceilings.
 
 
-def test_a_series_resets_warms_up_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each series begins with a reset outside the clock; the first series does not count."""
+@pytest.mark.parametrize(("limit_s", "series"), [(100.0, 3), (15.0, 2), (0.0, 1)])
+def test_a_series_resets_and_waits(monkeypatch: pytest.MonkeyPatch, limit_s: float, series: int) -> None:
+    """Each series begins with a reset outside the clock; none begins when the time is up, but one always does."""
     events: list[str] = []
-    clock = iter([0, 100, 200, 206, 300, 309])
+    clock = iter([100, 106, 200, 209, 300, 330])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    seconds = timing.series_seconds(lambda: events.append("call"), 3, 2, lambda: events.append("reset"))
-    assert seconds == [2, 3]
-    assert events == ["reset", "call", "call", "call"] * 3
+    seconds = timing.series_seconds(lambda: events.append("call"), 3, 3, lambda: events.append("reset"), limit_s)
+    assert seconds == [2, 3, 10][:series]
+    assert events == ["reset", "call", "call", "call"] * series
 
 
 def test_kernels_of_a_trace_are_counted() -> None:
@@ -336,6 +337,13 @@ def test_kernels_of_a_trace_are_counted() -> None:
         event_metadata { key: 1 value { id: 1 name: "loop_fusion" } } }"""
     assert timing._kernels(jax.profiler.ProfileData.from_text_proto(text)) == pytest.approx([3e-6, 1e-6])
     assert timing.device_activity(lambda: None, jax.devices()[0]) is None
+
+
+def test_a_profiler_without_kernels_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A real trace of a CPU that is said to be a GPU: the call runs, nothing is counted, and the log says so."""
+    ran: list[int] = []
+    assert timing.device_activity(lambda: ran.append(1), types.SimpleNamespace(platform="gpu")) is None
+    assert ran == [1] and "recorded no kernels" in caplog.text
 
 
 def test_the_read_kernel_reads_everything() -> None:

@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from inkling_jax.benchmarks.ceilings import ReadCeiling, matmul_ceiling, read_ce
 from inkling_jax.benchmarks.rows import Row, make_row, save_rows
 from inkling_jax.benchmarks.shard import Shard, open_shard
 from inkling_jax.benchmarks.table import print_table
-from inkling_jax.benchmarks.timing import device_activity, median_seconds
+from inkling_jax.benchmarks.timing import device_activity, series_seconds
 from inkling_jax.benchmarks.traffic import Traffic, step_traffic
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.engine.state import EngineState, PageUpdates
@@ -27,7 +28,7 @@ from inkling_jax.engine.steps import Chunk, Sampling
 from inkling_jax.errors import InklingError, InputError
 
 SERIES_TOKENS = 16  # decoded between two looks at the clock, at least
-REPEATS = 5
+REPEATS, LIMIT_S = 5, 4.0  # series of a case, unless they take longer
 GREEDY = Sampling("greedy", None, ())
 
 logger = logging.getLogger(__name__)
@@ -150,8 +151,8 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
     `flops` are the operations a second of the device, for prefill.
     """
     case = stepper.case
-    stepper.check()
-    seconds = median_seconds(stepper, case.calls, REPEATS, stepper.rewind) / case.steps
+    stepper.check()  # and warm up
+    seconds = series_seconds(stepper, case.calls, REPEATS, stepper.rewind, LIMIT_S)
     stepper.rewind()
     activity = device_activity(stepper, device)
     traffic = step_traffic(shard.leaves, shard.config, shard.sizes, rows=case.batch, queries=case.queries, contexts=case.contexts)
@@ -166,7 +167,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         case.phase,
         device,
         kernels="reference",
-        time_us=seconds * 1e6,
+        time_us=statistics.median(seconds) * 1e6 / case.steps,
         bound_us=bound * 1e6,
         batch=case.batch,
         context=case.context,
@@ -175,6 +176,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         rank_of=shard.mesh,
         steps_per_call=case.steps,
         page_size=case.page_size,
+        repeats=len(seconds),
         launches=round(activity[0] / case.steps, 1) if activity else None,
         busy_us=round(activity[1] * 1e6 / case.steps, 1) if activity else None,
         memory_bytes=_memory(stepper.program),
