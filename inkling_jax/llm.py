@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class LLM:
         self.summary: str = loaded.summary
         self.engine: Engine = loaded.engine
         self._directory = loaded.directory
+        self._mail: dict[int, deque[Output]] = {}  # by request: calls may be nested, such as generate in the loop over a stream
 
     def __enter__(self) -> LLM:
         return self
@@ -142,14 +144,26 @@ class LLM:
         index: dict[int, int] = {}
         try:
             for i, request in enumerate(requests):
-                index[self.engine.add(request)] = i
-            while any(self.engine.pending(request_id) for request_id in index):
-                for output in self._uninterrupted(self.engine.step):
-                    if output.request_id in index:
-                        yield index[output.request_id], output
+                request_id = self.engine.add(request)
+                index[request_id], self._mail[request_id] = i, deque()
+            while any(self._mail[request_id] or self.engine.pending(request_id) for request_id in index):
+                if not any(self._mail[request_id] for request_id in index):
+                    self._uninterrupted(self._step)
+                for request_id, i in index.items():
+                    while self._mail[request_id]:
+                        yield i, self._mail[request_id].popleft()
+            if self.engine.closed:
+                raise InputError("this model was closed while a prompt ran")
         finally:
             for request_id in index:
                 self.engine.cancel(request_id)
+                del self._mail[request_id]
+
+    def _step(self) -> None:
+        """Step the engine and put its outputs where each running call finds its own."""
+        for output in self.engine.step():
+            if output.request_id in self._mail:
+                self._mail[output.request_id].append(output)
 
     def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         chunks = self.engine.evaluate(self._token_ids(prompt), trace)

@@ -1,0 +1,351 @@
+"""The notebook-facing object: what is one prompt, where text ends, what is freed, and which errors name what."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import load as read_tensors
+from text_checkpoint import USABLE, write_text_checkpoint
+
+import inkling_jax
+from inkling_jax import LLM, CapacityError, CheckpointError, InputError, Prompt, SamplingParams, loading
+
+SLOTS, CONTEXT = 2, 128
+SAMPLED = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+TEXT = "Once upon"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_checkpoint(tmp_path_factory.mktemp("llm") / "model")
+
+
+def load(directory: Path) -> LLM:
+    options = {"slots": SLOTS, "page_size": 16, "chunk": 16, "tokens_per_call": 4, "max_context": CONTEXT}
+    return inkling_jax.load(directory, dtype="float32", quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with load(directory) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle(llm: LLM) -> Iterator[LLM]:
+    """The model, which must have all its slots and pages back when the test is done."""
+    yield llm
+    scheduler = llm.engine.scheduler
+    assert not scheduler.running and not scheduler.waiting and len(scheduler.free_slots) == SLOTS
+    assert scheduler.pools["global"].free == scheduler.pools["global"].pages
+    assert not llm._mail
+
+
+def test_oracle_through_the_public_names(oracle_dir: Callable[..., Path], expected: Callable[..., dict[str, np.ndarray]]) -> None:
+    """generate as it is by default, and score on a mesh of two, against an implementation that shares no code."""
+    answers = expected("tiny")
+    with inkling_jax.load(oracle_dir("tiny"), dtype="float32", slots=1, quiet=True) as one:
+        (completion,) = one.generate(answers["len5.ids"], GREEDY)
+        assert [*answers["len5.ids"], *completion.token_ids] == answers["len5.greedy"].tolist()
+    with inkling_jax.load(oracle_dir("tiny"), dtype="float32", slots=1, mesh="tensor=2", quiet=True) as two:
+        logits, wanted = two.score(answers["len33.ids"]), answers["len33.logits"]
+        assert logits.dtype == np.float32 and logits.shape == wanted.shape
+        assert np.linalg.norm(logits - wanted) <= 1e-4 * np.linalg.norm(wanted)
+
+
+def test_what_is_one_prompt(idle: LLM) -> None:
+    """A text, a list of ids and a Prompt are one; a list of them is one each, in order."""
+    assert idle.tokenizer is not None
+    ids = idle.tokenizer.encode(TEXT)
+    (alone,) = idle.generate(TEXT, SAMPLED)
+    for same in (ids, tuple(ids), np.array(ids), Prompt(ids), [TEXT], [ids], [Prompt(ids)]):
+        assert idle.generate(same, SAMPLED) == [alone]
+    other = idle.generate(["!", TEXT, [5, 6]], SAMPLED)
+    assert other[1] == alone and [c.prompt_tokens for c in other] == [1, len(ids), 2]
+    assert idle.generate([], SAMPLED) == []
+
+
+def test_completion_fields(idle: LLM) -> None:
+    """Text is that of the tokens, log-probabilities are those of score, counts add up."""
+    assert idle.tokenizer is not None
+    (found,) = idle.generate(TEXT, dataclasses.replace(SAMPLED, logprobs=2))
+    assert found.finish_reason == "length" and found.error is None
+    assert len(found.token_ids) == 24 and found.prompt_tokens == len(idle.tokenizer.encode(TEXT))
+    assert found.text == idle.tokenizer.decode(found.token_ids)
+    assert found.logprobs is not None and [entry.token_id for entry in found.logprobs] == list(found.token_ids)
+    logits = idle.score([*idle.tokenizer.encode(TEXT), *found.token_ids]).astype(np.float64)[found.prompt_tokens - 1 : -1]
+    wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    for row, entry in zip(wanted, found.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=1e-3)
+        assert [i for i, _ in entry.top] == np.argsort(-row, stable=True)[:2].tolist()
+    assert idle.generate(TEXT, SAMPLED)[0].logprobs is None
+
+
+def test_score_and_trace_have_a_row_a_token(idle: LLM, directory: Path) -> None:
+    """Longer than one chunk too. The logits are those of the last hidden state (spec 2.2), and see no later token."""
+    ids = list(range(40))
+    logits, trace = idle.score(ids), idle.trace(ids)
+    assert logits.shape == (40, USABLE) and logits.dtype == np.float32
+    assert {name for name in trace if name.startswith("hidden")} == {f"hidden.{i}" for i in range(4)}
+    assert trace["hidden.3"].shape == (40, 48) and trace["moe.1.experts"].shape == (40, 2)
+    unembed = read_tensors(directory)["model.llm.unembed.weight"].astype(np.float32)[:USABLE]
+    wanted = trace["hidden.3"] @ unembed.T / idle.config.text.logits_divisor
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(idle.score(ids[:20]), logits[:20], rtol=1e-4, atol=1e-4)
+
+
+def test_samples_follow_one_another(idle: LLM) -> None:
+    """n = 2: two completions a prompt, different; the first is that of n = 1, and a seed repeats them all."""
+    (alone,) = idle.generate(TEXT, SAMPLED)
+    found = idle.generate([TEXT, "!"], dataclasses.replace(SAMPLED, n=2))
+    assert len(found) == 4 and [c.prompt_tokens for c in found] == [alone.prompt_tokens] * 2 + [1] * 2
+    assert found[0] == alone and found[1].token_ids != alone.token_ids
+    with pytest.raises(InputError, match="n is 2"):
+        idle.stream(TEXT, dataclasses.replace(SAMPLED, n=2))
+
+
+def test_settings_for_each_prompt(idle: LLM) -> None:
+    """One setting a prompt, each its own; another number of them is refused with both counts."""
+    settings = [SAMPLED, dataclasses.replace(SAMPLED, max_tokens=5, seed=9)]
+    assert [len(c.token_ids) for c in idle.generate([TEXT, TEXT], settings)] == [24, 5]
+    with pytest.raises(InputError, match="3 prompts but 2 sampling settings"):
+        idle.generate([TEXT] * 3, settings)
+
+
+def stop_in_the_middle(llm: LLM) -> tuple[SamplingParams, str, tuple[int, ...]]:
+    """A setting whose stop string begins inside one token and ends in the next; the text before it; the tokens of that."""
+    assert llm.tokenizer is not None
+    for seed in range(50):
+        params = dataclasses.replace(SAMPLED, seed=seed)
+        (full,) = llm.generate(TEXT, params)
+        pieces = [llm.tokenizer.token_bytes(i) for i in full.token_ids]
+        for n in range(6, len(pieces) - 6):
+            stop, before = pieces[n][1:] + pieces[n + 1], b"".join(pieces[:n]) + pieces[n][:1]
+            if len(pieces[n]) > 1 and len(stop) > 1 and stop.isascii() and stop not in before:
+                stopping = dataclasses.replace(params, stop=("never there", stop.decode()))
+                return stopping, before.decode("utf-8", "replace"), full.token_ids[: n + 1]
+    pytest.fail("no answer has a token of several letters")
+
+
+def test_a_stop_string_ends_the_text_before_it(idle: LLM) -> None:
+    """Kept are the tokens up to the one that holds the last letter before the stop string, and their log-probabilities."""
+    params, text, token_ids = stop_in_the_middle(idle)
+    stopped, other = idle.generate([TEXT, "!"], [params, SAMPLED])
+    assert (stopped.text, stopped.token_ids, stopped.finish_reason) == (text, token_ids, "stop")
+    assert len(other.token_ids) == 24
+    (stopped,) = idle.generate(TEXT, dataclasses.replace(params, logprobs=2))
+    assert stopped.logprobs is not None and [entry.token_id for entry in stopped.logprobs] == list(token_ids)
+
+
+def test_a_stream_is_the_completion_in_pieces(idle: LLM) -> None:
+    """Joined, its deltas are what generate returns, with a stop string and without; the last one alone has a reason."""
+    for params in (SAMPLED, stop_in_the_middle(idle)[0]):
+        deltas = list(idle.stream(TEXT, params))
+        (whole,) = idle.generate(TEXT, params)
+        assert len(deltas) > 2 and all(d.text or d.token_ids for d in deltas[:-1])
+        assert "".join(d.text for d in deltas) == whole.text
+        assert sum((d.token_ids for d in deltas), ()) == whole.token_ids
+        assert [d.finish_reason for d in deltas if d.finish_reason] == [deltas[-1].finish_reason] == [whole.finish_reason]
+
+
+def test_a_closed_stream_gives_its_slot_back(idle: LLM) -> None:
+    """More streams than slots, each left after its first piece: none is in the way of the next (the fixture looks too)."""
+    for _ in range(SLOTS + 1):
+        stream = idle.stream(TEXT, SAMPLED)
+        next(stream)
+        assert len(idle.engine.scheduler.free_slots) == SLOTS - 1
+        stream.close()
+        assert len(idle.engine.scheduler.free_slots) == SLOTS
+    abandoned = idle.stream(TEXT, SAMPLED)
+    del abandoned  # never begun: nothing to give back
+
+
+def test_calls_within_a_stream(idle: LLM) -> None:
+    """Two streams in step, and generate in the loop over one, lose no token of one another, with all slots taken too."""
+    whole = {prompt: idle.generate(prompt, SAMPLED)[0] for prompt in (TEXT, "!")}
+    first, second = (list(deltas) for deltas in zip(*both(idle), strict=True))
+    for prompt, deltas in ((TEXT, first), ("!", second)):
+        assert sum((d.token_ids for d in deltas), ()) == whole[prompt].token_ids
+    outer = []
+    for delta in idle.stream(TEXT, SAMPLED):
+        outer += delta.token_ids
+        if len(outer) == 1:
+            assert idle.generate(["!"] * SLOTS, SAMPLED) == [whole["!"]] * SLOTS
+    assert tuple(outer) == whole[TEXT].token_ids
+
+
+def both(llm: LLM) -> Iterator[tuple[inkling_jax.Delta, inkling_jax.Delta]]:
+    return zip(llm.stream(TEXT, SAMPLED), llm.stream("!", SAMPLED), strict=True)
+
+
+def test_text_never_becomes_a_control_token(idle: LLM) -> None:
+    """A str that spells one is tokenised as text."""
+    assert idle.tokenizer is not None
+    text = "<|message_user|>"
+    control = idle.tokenizer.control["message_user"]
+    rows = idle.score(text).shape[0]
+    assert rows == len(idle.tokenizer.encode(text)) > 1
+    assert not np.array_equal(idle.score(text)[-1], idle.score([control])[-1])
+    assert idle.generate(text, dataclasses.replace(SAMPLED, max_tokens=1))[0].prompt_tokens == rows
+
+
+def test_chat_prompt_holds_control_tokens(idle: LLM) -> None:
+    """Spec 6: the effort, the turn, the opening of the model's; what a user spells stays text."""
+    assert idle.tokenizer is not None
+    role, encode = idle.tokenizer.control, idle.tokenizer.encode
+    found = idle.chat_prompt([{"role": "user", "content": "a<|end_message|>"}], effort="low").token_ids
+    line = encode("Thinking effort level: 0.2")
+    wanted = [role["message_system"], role["content_text"], *line, role["end_message"]]
+    wanted += [role["message_user"], role["content_text"], *encode("a<|end_message|>"), role["end_message"]]
+    assert list(found) == [*wanted, role["message_model"]]
+    assert list(found).count(role["end_message"]) == 2
+
+
+def test_an_interrupt_waits_for_the_step_and_spoils_nothing(idle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step: the step is booked, the call raises, and the model goes on as before."""
+    (whole,) = idle.generate(TEXT, SAMPLED)
+    step, booked = idle.engine.step, []
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        outputs = step()
+        booked.append(outputs)
+        return outputs
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(idle.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        idle.generate(TEXT, SAMPLED)
+    assert len(booked) == 1 and signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert idle.generate(TEXT, SAMPLED) == [whole]
+
+
+def test_a_second_interrupt_does_not_wait(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take the state with it, so the model is closed."""
+    llm = load(directory)
+
+    def stuck():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second interrupt did not come through")
+
+    monkeypatch.setattr(llm.engine, "step", stuck)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXT, SAMPLED)
+    with pytest.raises(InputError, match="closed"):
+        llm.score(TEXT)
+
+
+def test_a_closed_model_says_so(directory: Path) -> None:
+    """Whatever is asked of it, and twice closed is closed."""
+    with load(directory) as llm:
+        stream = llm.stream(TEXT, SAMPLED)
+    llm.close()
+    for call in (lambda: llm.generate(TEXT), lambda: llm.score(TEXT), lambda: llm.trace(TEXT), lambda: next(stream)):
+        with pytest.raises(InputError, match="this model is closed"):
+            call()
+
+
+def test_without_a_tokenizer(idle: LLM) -> None:
+    """Ids work and give no text; text, stop strings and conversations are refused with what to give."""
+    bare = copy.copy(idle)
+    bare.tokenizer = None
+    ids = idle.tokenizer.encode(TEXT) if idle.tokenizer else []
+    (found,) = bare.generate(ids, SAMPLED)
+    assert found.text == "" and found.token_ids == idle.generate(ids, SAMPLED)[0].token_ids
+    assert sum((d.token_ids for d in bare.stream(ids, SAMPLED)), ()) == found.token_ids
+    for call in (
+        lambda: bare.generate(TEXT),
+        lambda: bare.score(TEXT),
+        lambda: bare.generate(ids, SamplingParams(stop="x")),
+        lambda: bare.chat_prompt([{"role": "user", "content": TEXT}]),
+    ):
+        with pytest.raises(InputError, match="tokenizer.json: give token ids"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "told"),
+    [
+        ("", InputError, "the prompt is empty"),
+        ([[]], InputError, "the prompt is empty"),
+        (Prompt([]), InputError, "the prompt is empty"),
+        ([1, USABLE], InputError, f"token 1 of the prompt is {USABLE}: ids are integers from 0 to {USABLE - 1}"),
+        ([-1], InputError, "token 0 of the prompt is -1"),
+        ([[1, True]], InputError, "token 1 of the prompt is True"),
+        (Prompt([1], images=["cat.png"]), InputError, "the prompt holds images: media are not supported yet"),
+        ("\ud800", InputError, "lone surrogate at character 0"),
+        ([5] * (CONTEXT + 1), CapacityError, f"has {CONTEXT + 1} tokens, the context holds {CONTEXT}"),
+    ],
+)
+def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> None:
+    """Each is refused by what is wrong with it, alone and beside a good one, and leaves nothing behind."""
+    with pytest.raises(error, match=told):
+        idle.generate(prompt, SAMPLED)
+    with pytest.raises(error, match=told):
+        idle.generate([TEXT, prompt[0] if prompt == [[]] or prompt == [[1, True]] else prompt], SAMPLED)
+    assert not idle.engine.scheduler.running and not idle.engine.scheduler.waiting
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"max_context": 513}, InputError, "max_context 513 is not from 1 to the model's 512"),
+        ({"kv_memory": 1000}, CapacityError, r"the cache needs \d+ bytes .*, 1000 are left"),
+        ({"kv_memory": "2kB", "max_context": 512}, CapacityError, "for a context of 512 tokens, 2000 are left"),
+        ({"kv_memory": "lots"}, InputError, "size 'lots': expected a number of bytes such as 40GB"),
+        ({"page_size": 24}, InputError, "page_size 24 is not a power of two"),
+        ({"slots": 0}, InputError, "slots=0: expected an integer of at least 1"),
+        ({"chunk": True}, InputError, "chunk=True"),
+        ({"dtype": "float16"}, InputError, "dtype 'float16': expected one of bfloat16, float32"),
+        ({"kernels": "fast"}, InputError, "kernels='fast'"),
+        ({"weights": "none"}, InputError, "weights='none'"),
+        ({"mesh": "tensor=9"}, InputError, "needs 9 devices, 8 are present"),
+        ({"mesh": "tensor=two"}, InputError, "'tensor=two' is not AXIS=SIZE"),
+    ],
+)
+def test_bad_options(directory: Path, options: dict, error: type[Exception], told: str) -> None:
+    """Each names the option and both numbers, before a weight is read."""
+    with pytest.raises(error, match=told):
+        inkling_jax.load(directory, quiet=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "told"),
+    [
+        ("nothing/of/the/kind", CheckpointError, "nothing/of/the/kind: no such directory"),
+        ("./nothing", CheckpointError, "./nothing: no such directory"),
+        ("incling", InputError, r"unknown model 'incling': neither a directory nor a preset \(inkling, inkling-small\)"),
+        ("inkling-small", InputError, "is a preset, which is a shape without weights"),
+    ],
+)
+def test_bad_sources(source: str, error: type[Exception], told: str) -> None:
+    """A path, a name and a preset without weights each get their own answer."""
+    with pytest.raises(error, match=told):
+        inkling_jax.load(source)
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """166 GB on a device of 80 GB: told before anything is allocated; a mesh of eight would hold them."""
+    monkeypatch.setattr(loading, "_memory", lambda mesh: (80_000_000_000, 1_000_000_000))
+    with pytest.raises(
+        CapacityError, match=r"the weights take 166\d{9} bytes a device, of 80000000000 there 79000000000 are free"
+    ):
+        inkling_jax.load("inkling-small", weights="random")
+
+
+def test_sizes_in_bytes() -> None:
+    """Decimal and binary units, with and without the B, upper and lower k."""
+    sizes = {"40GB": 40 * 10**9, "1.5M": 1_500_000, "2KiB": 2048, "2kB": 2000, "3KB": 3000, "1TiB": 2**40, "17": 17, " 5 B ": 5}
+    assert {text: loading.parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GB", "-1", "1e3", "3QB", "1 2", "nan"):
+        with pytest.raises(InputError, match="expected a number of bytes"):
+            loading.parse_bytes(text)
