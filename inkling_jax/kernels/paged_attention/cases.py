@@ -1,0 +1,134 @@
+"""Inputs shared by the tests and the benchmark of paged attention: shuffled pages, and NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+REL_RANK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows of lengths and query counts, and the heads of a layer."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    heads: int = 8
+    kv_heads: int = 1
+    window: int | None = None
+    extent: int = 1024
+    page: int = 64
+    width: int = 128
+
+    @property
+    def longest(self) -> int:
+        """Most query tokens of a row."""
+        return max(self.counts)
+
+    @property
+    def context(self) -> int:
+        """Longest row."""
+        return max(self.lengths)
+
+    @property
+    def name(self) -> str:
+        """A stable string of the parameters."""
+
+        def runs(values: tuple[int, ...]) -> str:
+            if len(set(values)) == 1:
+                return f"{values[0]}x{len(values)}"
+            return "+".join(map(str, values)) if len(values) < 6 else f"{min(values)}..{max(values)}x{len(values)}"
+
+        kind = f"window{self.window}" if self.window else "global"
+        return f"{kind}-{self.heads}q{self.kv_heads}kv-len{runs(self.lengths)}-q{runs(self.counts)}-page{self.page}" + (
+            f"-width{self.width}" if self.width != 128 else ""
+        )
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of keys and values that the case must read, in bfloat16."""
+        return sum(4 * self.kv_heads * self.width * visible for visible in self.visible())
+
+    def visible(self) -> list[int]:
+        """Keys that each row's queries see together."""
+        seen = []
+        for length, count in zip(self.lengths, self.counts, strict=True):
+            oldest = max(length - count - self.window + 1, 0) if self.window else 0
+            seen.append(length - oldest if count else 0)
+        return seen
+
+
+def table_of(case: Case, pool: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A page table [B, width] of pages drawn from a pool without repetition, and how many tokens of each page are live."""
+    firsts, lasts = [], []
+    for length, seen in zip(case.lengths, case.visible(), strict=True):
+        firsts.append((length - seen) // case.page)
+        lasts.append(-(-length // case.page) if seen else firsts[-1])
+    held = max(1, *(last - first for first, last in zip(firsts, lasts, strict=True)), 1)
+    width = held if case.window else max(1, *lasts)
+    table = np.full((len(case.lengths), width), pool, np.int32)  # an unset entry is the number of pages
+    live = np.zeros(pool, np.int32)
+    free = iter(rng.permutation(pool))
+    for row, (first, last, length) in enumerate(zip(firsts, lasts, case.lengths, strict=True)):
+        for page in range(first, last):
+            chosen = next(free)
+            table[row, page % width] = chosen
+            live[chosen] = min(case.page, length - page * case.page)
+    return table, live
+
+
+def inputs(case: Case, seed: int = 0, spare: int = 3) -> dict[str, Any]:
+    """Arguments of paged_attention in its order, bfloat16. Pages are shuffled; free ones and tails past a length hold NaN.
+
+    In a batch of more than one query a row, two tokens at the end belong to no row.
+    """
+    rng = np.random.default_rng(seed)
+    pages = sum(-(-length // case.page) for length in case.lengths) + spare
+    table, live = table_of(case, pages, rng)
+    counts = np.asarray(case.counts, np.int32)
+    decode = case.longest == 1
+    start = np.arange(counts.size) if decode else np.concatenate([[0], np.cumsum(counts)[:-1]])
+    tokens = counts.size if decode else int(counts.sum()) + 2
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+
+    def normal(shape: tuple[int, ...], scale: float) -> jax.Array:
+        return (jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
+
+    present = jnp.arange(case.page)[None, None, :, None] < live[:, None, None, None]
+    pool = (pages, case.kv_heads, case.page, case.width)
+    return {
+        "q": normal((tokens, case.heads, case.width), 3.0),
+        "rel": normal((tokens, case.heads, REL_RANK), 1.0),
+        "rel_bias": normal((case.extent, REL_RANK), 0.5),
+        "k_pages": jnp.where(present, normal(pool, 1.0), jnp.nan).astype(jnp.bfloat16),
+        "v_pages": jnp.where(present, normal(pool, 1.0), jnp.nan).astype(jnp.bfloat16),
+        "table": jnp.asarray(table),
+        "start": jnp.asarray(start, jnp.int32),
+        "count": jnp.asarray(counts),
+        "length": jnp.asarray(case.lengths, jnp.int32),
+    }
+
+
+def decode_cases() -> list[Case]:
+    """Decode in every regime: contexts around tile and extent edges, ratios, query counts, windows, pages, idle rows."""
+    contexts = (1, 2, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 4097)
+    ones = (1,) * len(contexts)
+    local = {"window": 512, "extent": 512}
+    return [
+        Case(contexts, ones, heads=16, kv_heads=2),
+        Case(contexts, ones, heads=8, kv_heads=2, **local),
+        Case(contexts, ones, heads=2, kv_heads=2),
+        Case(contexts, ones, heads=8, kv_heads=1, page=128),
+        Case((700, 0, 64, 900), (1, 0, 1, 1), heads=8, kv_heads=1, page=128, **local),
+        Case((131_072, 3), (1, 1), heads=8, kv_heads=1),
+        Case((4097, 1025, 513, 2), (2, 2, 1, 2), heads=16, kv_heads=2),
+        Case((4097, 1025, 513, 9), (9, 5, 0, 9), heads=16, kv_heads=2),
+        Case((4097, 1025, 513, 9), (9, 5, 0, 9), heads=8, kv_heads=2, **local),
+        Case((4097, 600, 513, 9), (8, 5, 0, 8), heads=16, kv_heads=2, page=128, **local),
+        Case((1100, 70), (1, 1), heads=8, kv_heads=1, width=64),
+    ]

@@ -1,0 +1,155 @@
+"""Paged attention with the learned relative bias on Hopper GPUs: the reference's semantics in bfloat16, at the speed of memory.
+
+A model holds `prepare_bias(rel_bias, heads // kv_heads)` of each layer in place of rel_bias: tables made of the weight alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.kernels.paged_attention.bias import RelativeBias, padded_share
+from inkling_jax.kernels.paged_attention.decode import COMPUTE, MOST_QUERIES, DecodeShape, decode
+from inkling_jax.kernels.paged_attention.merge import merge
+from inkling_jax.kernels.paged_attention.mosaic import ROWS
+from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
+
+PAGE_SIZES = (64, 128)
+HEAD_WIDTHS = (64, 128)
+PROCESSORS = 132  # of H100 and H200; another count only spreads the work less evenly
+SHORTEST_RUN = 2  # key tiles that are worth a program and the merge of its part
+
+
+def processors() -> int:
+    """Streaming multiprocessors of the default device, or those of an H200 where it is no GPU."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", PROCESSORS) if device.platform == "gpu" else PROCESSORS
+
+
+def is_decode(longest: int, share: int) -> bool:
+    """Whether rows of at most `longest` query tokens, `share` query heads to a key head, go through the decode kernel."""
+    return longest <= MOST_QUERIES and longest * padded_share(share) <= COMPUTE * ROWS
+
+
+def decode_plan(
+    start: Int[Array, " B"], count: Int[Array, " B"], length: Int[Array, " B"], *, tokens: int, kv_heads: int, window: int | None
+) -> DecodePlan:
+    """The division of a decode step's keys over the processors, shared by all layers with these heads and window."""
+    return plan_decode(
+        start,
+        count,
+        length,
+        tokens=tokens,
+        kv_heads=kv_heads,
+        window=window,
+        programs=processors(),
+        shortest=SHORTEST_RUN,
+    )
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    rel: Float[Array, "T N r"],
+    bias: RelativeBias,
+    k_pages: Float[Array, "pages K P H"],
+    v_pages: Float[Array, "pages K P H"],
+    table: Int[Array, "B width"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    window: int | None,
+    longest: int,
+    context: int,
+    plan: DecodePlan | None = None,
+) -> Float[Array, "T N H"]:
+    """As reference.paged_attention, with the bias in prepared form. All arrays are bfloat16; pages hold 64 or 128 tokens.
+
+    `plan`: decode_plan() of these rows, if the caller shares it between layers (XLA also merges equal plans of one program).
+    """
+    check(q, rel, k_pages, v_pages)
+    if plan is None:
+        plan = decode_plan(start, count, length, tokens=q.shape[0], kv_heads=k_pages.shape[1], window=window)
+    return run_decode(q, rel, bias, k_pages, v_pages, table, start, count, length, plan, window=window, longest=longest)
+
+
+def check(q: Array, rel: Array, k_pages: Array, v_pages: Array) -> None:
+    """Raise ValueError, naming the sizes that would do, for arrays that the kernels cannot take."""
+    heads, width = q.shape[1:]
+    kv_heads, page = k_pages.shape[1], k_pages.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide over {kv_heads} key heads")
+    if page not in PAGE_SIZES:
+        raise ValueError(f"pages of {page} tokens: the kernels take {PAGE_SIZES}; the reference takes any power of two")
+    if width not in HEAD_WIDTHS:
+        raise ValueError(f"heads of width {width}: the kernels take {HEAD_WIDTHS}; the reference takes any")
+    if rel.shape[-1] % 16:
+        raise ValueError(f"{rel.shape[-1]} bias coefficients a head: the kernels take multiples of 16; the reference takes any")
+    for name, array in (("q", q), ("rel", rel), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if array.dtype != jnp.bfloat16:
+            raise ValueError(f"{name} is {array.dtype}: the kernels take bfloat16; the reference takes any")
+
+
+@functools.partial(jax.jit, static_argnames=("window", "longest", "overlap_merge", "interpret"))
+def run_decode(
+    q: Array,
+    rel: Array,
+    bias: RelativeBias,
+    k_pages: Array,
+    v_pages: Array,
+    table: Array,
+    start: Array,
+    count: Array,
+    length: Array,
+    plan: DecodePlan,
+    *,
+    window: int | None,
+    longest: int,
+    overlap_merge: bool = True,
+    interpret: bool = False,
+) -> Array:
+    """The decode kernel and its merge, over as many programs as `plan` has. A jit of its own: layers of a step lower it once."""
+    kv_heads = k_pages.shape[1]
+    heads = q.shape[1]
+    share = heads // kv_heads
+    q, rel = (pad_share(array, kv_heads) for array in (q, rel))
+    shape = DecodeShape(
+        queries=min(longest, q.shape[0]),
+        share=padded_share(share),
+        kv_heads=kv_heads,
+        width=q.shape[2],
+        rank=rel.shape[2],
+        extent=bias.rel_bias.shape[0],
+        page=k_pages.shape[2],
+        window=window,
+        programs=plan.row.shape[0],
+        interpret=interpret,
+        overlap_merge=overlap_merge and not interpret,
+    )
+    mode: Any = plgpu.InterpretGPUParams() if interpret else None
+    parts = decode(q, rel, bias.reversed, k_pages, v_pages, table, start, count, length, plan, shape, mode)
+    out = merge(*parts, start, count, plan, shape, mode)
+    return drop_padding(out, kv_heads, share)
+
+
+def pad_share(array: Float[Array, "T N x"], kv_heads: int) -> Float[Array, "T M x"]:
+    """`array` with zero heads added to each key head's, to the number that the kernels count in."""
+    tokens, heads, width = array.shape
+    share = heads // kv_heads
+    if padded_share(share) == share:
+        return array
+    grouped = array.reshape(tokens, kv_heads, share, width)
+    return jnp.pad(grouped, ((0, 0), (0, 0), (0, padded_share(share) - share), (0, 0))).reshape(tokens, -1, width)
+
+
+def drop_padding(out: Float[Array, "T M H"], kv_heads: int, share: int) -> Float[Array, "T N H"]:
+    """What pad_share added, taken away again."""
+    tokens, heads, width = out.shape
+    if heads == kv_heads * share:
+        return out
+    return out.reshape(tokens, kv_heads, -1, width)[:, :, :share].reshape(tokens, kv_heads * share, width)
