@@ -1,0 +1,91 @@
+"""Measure how far the model is from the reference answers in tests/data, on the device that jax finds.
+
+    python scripts/gpu_oracle.py --output bench/results/oracle.json
+
+Float32 shows that the device computes the same model; bfloat16 shows what its precision costs, most of it where a router's choice
+between two nearly equal experts turns out otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from inkling_jax.benchmarks.ceilings import ReadCeiling, read_ceiling
+from inkling_jax.benchmarks.rows import Row, make_row, save_rows
+from inkling_jax.benchmarks.timing import best_seconds
+from inkling_jax.benchmarks.traffic import step_traffic
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.llm import LLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from oracle_distances import KERNELS, SETTINGS, distances, open_set
+
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+
+
+def main() -> None:
+    """Measure every set in both dtypes, print a line each, and keep the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="JSON file that the rows are merged into")
+    parser.add_argument("--preset", action="append", choices=SETTINGS, help="only this set; may be repeated")
+    options = parser.parse_args()
+    ceiling = read_ceiling(jax.devices()[0])
+    rows = []
+    for preset in options.preset or SETTINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(DATA / f"{preset}-nvfp4.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+            answers = load_file(Path(folder) / "expected-nvfp4.safetensors")
+            for dtype in ("float32", "bfloat16"):
+                with open_set(preset, Path(folder) / "nvfp4", dtype) as llm:
+                    found = distances(llm, answers)
+                    print(f"{preset} {dtype}: " + ", ".join(f"{name} {value:.2e}" for name, value in found.items()), flush=True)
+                    rows.append(row(preset, Path(folder) / "nvfp4", llm, dtype, answers, found, ceiling))
+    if options.output:
+        save_rows(options.output, rows)
+
+
+def row(
+    preset: str,
+    directory: Path,
+    llm: LLM,
+    dtype: str,
+    answers: Mapping[str, np.ndarray],
+    found: Mapping[str, float],
+    ceiling: ReadCeiling,
+) -> Row:
+    """What `distances` found as a result row. Its time is that of scoring the longest prompt, everything compiled."""
+    ids = max((answers[name] for name in answers if name.endswith(".ids")), key=len).tolist()
+    leaves = WeightPlan.build(llm.config, Checkpoint.open(directory)).abstract(dtype)
+    traffic = step_traffic(leaves, llm.config.text, {}, rows=1, queries=len(ids), contexts=range(len(ids), len(ids) + 1))
+    return make_row(
+        "oracle",
+        f"{preset} nvfp4 {dtype}",
+        "prefill",
+        jax.devices()[0],
+        kernels=KERNELS,
+        time_us=best_seconds(lambda: llm.score(ids)) * 1e6,
+        bound_us=traffic.bytes / ceiling.bytes_per_second * 1e6,
+        tokens=len(ids),
+        rel_err=found["logits"],
+        rel_err_median_token=found["token"],
+        rel_err_hidden=found["hidden"],
+        rel_err_routing=found["weights"],
+        routed_otherwise=found["experts"],
+        **ceiling.fields(),
+    )
+
+
+if __name__ == "__main__":
+    main()
