@@ -29,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("--temperature", "0", "--ignore-eos", "--max-context", "128", "--dtype", "float32")
 PROMPT = "Hello"
 # As `python -m`, in a process that heeds Ctrl-C even where its parent was started to ignore it.
-RUN = (
-    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('{}', run_name='__main__')"
-)
+HEED = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+RUN = HEED + "runpy.run_module('inkling_jax.generate', run_name='__main__')"
 
 
 @pytest.fixture(scope="module")
