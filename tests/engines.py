@@ -123,6 +123,12 @@ def run(
     return [results[i] for i in ids]
 
 
+def all_given_back(engine: Engine) -> bool:
+    """Whether every page, reservation and slot is free."""
+    pools = engine.scheduler.pools.values()
+    return all(pool.free == pool.pages and pool.reserved == 0 for pool in pools) and len(engine.scheduler.free_slots) == SLOTS
+
+
 def poison(engine: Engine, local_layers: tuple[bool, ...]) -> None:
     """NaN wherever nothing may look: pages of no sequence, pages past what is written, states of free slots and of padding."""
     page, kept = engine.shape.page_size, {}

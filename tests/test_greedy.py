@@ -62,14 +62,6 @@ def setting(oracle: Oracle, case: Case):
     return engine, poison, prompts, [answers[f"len{n}.greedy"].tolist()[n:] for n in LENGTHS]
 
 
-def all_given_back(engine) -> bool:
-    pools = engine.scheduler.pools.values()
-    return (
-        all(pool.free == pool.pages and pool.reserved == 0 for pool in pools)
-        and len(engine.scheduler.free_slots) == engines.SLOTS
-    )
-
-
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
 def test_together(case: Case, oracle: Oracle) -> None:
     """Three prompts of different lengths in one batch, twice over, so that the second lot takes used slots and pages."""
@@ -78,7 +70,7 @@ def test_together(case: Case, oracle: Oracle) -> None:
         results = engines.run(engine, prompts[order], between=poison)
         assert [r.tokens for r in results] == continuations[order]
         assert {r.finish_reason for r in results} == {"length"}
-    assert all_given_back(engine)
+    assert engines.all_given_back(engine)
 
 
 @pytest.mark.parametrize("case", ALONE, ids=str)
@@ -88,4 +80,4 @@ def test_alone(case: Case, oracle: Oracle) -> None:
     for prompt, continuation in zip(prompts, continuations, strict=True):
         (result,) = engines.run(engine, [prompt], between=poison)
         assert result.tokens == continuation
-    assert all_given_back(engine)
+    assert engines.all_given_back(engine)
