@@ -46,11 +46,11 @@ def test_beyond_the_extent_keys_count_without_bias():
 def test_edges_of_window_and_extent(window, extent):
     """A key that would take all weight, at distance extent-1, extent, extent+1: a window hides it from the extent on."""
     for distance in (extent - 1, extent, extent + 1):
-        keys = np.zeros((20, 2))
-        keys[19 - distance] = 100
-        case = one_row([[1.0, 1.0]], keys, index_values(20, 1, 2)[:, 0])
+        keys = np.zeros((22, 2))
+        keys[21 - distance] = 100
+        case = one_row([[1.0, 1.0]], keys, index_values(22, 1, 2)[:, 0])
         seen = window is None or distance < window
-        np.testing.assert_allclose(answer(case, window=window, page=4), 19 - distance if seen else 15.5, rtol=1e-5)
+        np.testing.assert_allclose(answer(case, window=window, page=4), 21 - distance if seen else 17.5, rtol=1e-5)
 
 
 BIAS_ROWS = [(1, 1000), (200, 1200), (25, 1025), (300, 300), (16, 1016), (129, 129), (1, 1023)]
