@@ -11,11 +11,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_jax.errors import InputError
-from inkling_jax.kernels.expert_matmul import cases, decode, sm90
+from inkling_jax.kernels.expert_matmul import batch, cases, decode, sm90
 from inkling_jax.kernels.expert_matmul.cases import Case
 from inkling_jax.kernels.expert_matmul.group import group, slots_needed
-from inkling_jax.kernels.expert_matmul.nvfp4 import dequantize
-from inkling_jax.kernels.expert_matmul.pack import Packed, pack
+from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4, dequantize
+from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, LINES, Packed, pack
 
 INTERPRETED = [cases.SMALL[1], cases.SMALL[2], cases.SMALL[5]]  # tiles split over four warpgroups, two and one
 CUDA = pytest.mark.skipif(
@@ -23,13 +23,18 @@ CUDA = pytest.mark.skipif(
 )
 
 
+def numbers(weight: Nvfp4 | jax.Array) -> np.ndarray:
+    """What a weight stands for."""
+    if not isinstance(weight, Nvfp4):
+        return np.asarray(weight).astype(np.float32)
+    halves = [np.asarray(half) for half in dequantize(weight, jnp.float32)]
+    return np.stack(halves, -1).reshape(*halves[0].shape[:-1], -1)
+
+
 def expected(given: dict) -> np.ndarray:
     """The answer in float32 from the numbers that the weights stand for, token by token."""
     x = np.asarray(given["x"]).astype(np.float32)
-    w13, w2 = (
-        np.concatenate([np.asarray(half)[..., None] for half in dequantize(given[n], jnp.float32)], -1) for n in ("w13", "w2")
-    )
-    w13, w2 = w13.reshape(*w13.shape[:-2], -1), w2.reshape(*w2.shape[:-2], -1)
+    w13, w2 = (numbers(given[name]) for name in ("w13", "w2"))
     out = np.zeros_like(x)
     for t, a in np.ndindex(*given["experts"].shape):
         e = int(given["experts"][t, a])
@@ -49,27 +54,48 @@ def test_interpreted(case: Case) -> None:
     """Copies, barriers, tiles and grouping of the decode kernel give the answer, with two processors sharing the work."""
     given = cases.inputs(case)
     w13, w2 = pack(given["w13"], "w13"), pack(given["w2"], "w2")
-    slots = slots_needed(case.tokens, case.choices, case.held, decode.ROWS)
-    plan = decode.plan(w13, w2, case.tokens, case.choices, slots, processors=2)
-    groups = group(given["experts"], case.held, decode.ROWS, plan.counters)
+    rows = 16 if case.tokens > 8 else 8
+    slots = slots_needed(case.tokens, case.choices, case.held, rows)
+    plan = decode.plan(w13, w2, case.tokens, case.choices, slots, rows, processors=2)
+    groups = group(given["experts"], case.held, rows, plan.counters)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = decode.decode(given["x"], given["weights"], groups, w13, w2, plan, launches=3, interpret=True)
     assert error(got, expected(given)) < 3.5e-3
 
 
-@pytest.mark.parametrize(("tokens", "choices", "experts", "rows"), [(1, 6, 32, 8), (40, 6, 5, 8), (9, 1, 3, 4), (2, 2, 1, 1)])
-def test_group(tokens: int, choices: int, experts: int, rows: int) -> None:
+BATCH = [Case(256, 256, 3, 5, 24, 2), Case(512, 128, 4, 4, 9, 2, "one"), Case(256, 128, 3, 3, 20, 2, packed=False)]
+
+
+@pytest.mark.parametrize("case", BATCH, ids=lambda case: case.name)
+def test_batch_interpreted(case: Case) -> None:
+    """The kernel for many rows an expert gives the answer: experts with no rows, with one slot and with two."""
+    given = cases.inputs(case)
+    w13, w2 = pack(given["w13"], "w13"), pack(given["w2"], "w2")
+    plans = tuple(batch.plan(w, 32, processors=2) for w in (w13, w2))
+    groups = group(given["experts"], case.held, 32, 0, batch.ALIGN)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = batch.batch(given["x"], given["weights"], groups, w13, w2, plans, interpret=True)
+    assert error(got, expected(given)) < 3.5e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts", "rows", "align"),
+    [(1, 6, 32, 8, 1), (40, 6, 5, 8, 1), (9, 1, 3, 4, 1), (2, 2, 1, 1, 1), (40, 3, 5, 16, 8), (3, 2, 20, 32, 8)],
+)
+def test_group(tokens: int, choices: int, experts: int, rows: int, align: int) -> None:
     """Every row that exists is in one slot of its expert, in order of token and choice, and the others are nowhere."""
     rng = np.random.default_rng(tokens)
     chosen = rng.integers(-2, experts + 2, (tokens, choices))
-    found = jax.tree.map(np.asarray, group(jnp.asarray(chosen), experts, rows, 3))
+    found = jax.tree.map(np.asarray, group(jnp.asarray(chosen), experts, rows, 3, align))
     row, slots = 0, []
     for e in range(experts):
         mine = np.argwhere(chosen == e)
+        row = -(-row // align) * align
+        start = row
         for t, a in mine:
             assert found.place[t, a] == row and found.token[row] == t
             row += 1
-        slots += [(e, row - len(mine) + i, min(rows, len(mine) - i)) for i in range(0, len(mine), rows)]
+        slots += [(e, start + i, min(rows, len(mine) - i)) for i in range(0, len(mine), rows)]
     assert found.count.tolist() == [len(slots)]
     assert list(zip(*(f[: len(slots)].tolist() for f in (found.expert, found.first, found.used)), strict=True)) == slots
     assert (found.place[(chosen < 0) | (chosen >= experts)] < 0).all()
@@ -80,23 +106,26 @@ def test_group(tokens: int, choices: int, experts: int, rows: int) -> None:
 def abstract(case: Case) -> tuple:
     """Shapes of the arguments."""
     shape = jax.ShapeDtypeStruct
-    d, f, e = case.width, case.hidden, case.held
+    d, f, e, lines = case.width, case.hidden, case.held, LINES if case.packed else BF16_LINES
     return (
         shape((case.tokens, d), jnp.bfloat16),
         shape((case.tokens, case.choices), jnp.int32),
         shape((case.tokens, case.choices), jnp.float32),
-        Packed(shape((e, f // 32, d // 128, 9, 128), jnp.int32), shape((e, 2), jnp.float32)),
-        Packed(shape((e, d // 64, f // 128, 9, 128), jnp.int32), shape((e,), jnp.float32)),
+        Packed(shape((e, f // 32, d // 128, lines, 128), jnp.int32), shape((e, 2), jnp.float32)),
+        Packed(shape((e, d // 64, f // 128, lines, 128), jnp.int32), shape((e,), jnp.float32)),
     )
 
 
+def regime(case: Case) -> dict:
+    """What the product chooses."""
+    return sm90.regime(case.tokens * case.choices / case.routed)
+
+
 @CUDA
-@pytest.mark.parametrize(
-    "case", [*cases.SMALL, *(c for c in cases.BENCH if c.phase == "decode" and c.tokens in (1, 64))], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("case", [*cases.SMALL, *(c for c in cases.BENCH if c.tokens in (1, 64, 8192))], ids=lambda c: c.name)
 def test_lowers(case: Case) -> None:
     """What only the compiler refuses (shared memory, layouts, alignments) is seen without a GPU."""
-    text = sm90._run.trace(*abstract(case), processors=132).lower(lowering_platforms=("cuda",)).as_text()
+    text = sm90.run.trace(*abstract(case), processors=132, **regime(case)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 2
 
 
@@ -104,7 +133,7 @@ def test_wrong_x_is_refused() -> None:
     """Only bfloat16 of the weights' width."""
     x, *rest = abstract(cases.SMALL[0])
     with pytest.raises(InputError, match=r"float32\[1, 256\]; expected bfloat16\[1, 256\]"):
-        sm90._run.trace(jax.ShapeDtypeStruct(x.shape, jnp.float32), *rest, processors=132)
+        sm90.run.trace(jax.ShapeDtypeStruct(x.shape, jnp.float32), *rest, processors=132, kernel="decode", rows=8)
 
 
 @pytest.mark.gpu
@@ -113,6 +142,6 @@ def test_on_gpu(case: Case) -> None:
     """The kernel's answer is right and the same bits each time."""
     given = cases.inputs(case)
     args = (given["x"], given["experts"], given["weights"], pack(given["w13"], "w13"), pack(given["w2"], "w2"))
-    got = [np.asarray(sm90.expert_matmul(*args)) for _ in range(3)]
+    got = [np.asarray(sm90.expert_matmul(*args, routed=case.routed)) for _ in range(3)]
     assert error(got[0], expected(given)) < 3.5e-3
     assert all(np.array_equal(g.view(np.uint16), got[0].view(np.uint16)) for g in got)

@@ -70,6 +70,23 @@ def test_every_scale_and_code() -> None:
     assert np.array_equal(decode_block(pack(weight, "w").words[0, 0, 0]), numbers(weight)[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 128, 256), (3, 2, 64, 128)])
+def test_bfloat16_comes_back(shape: tuple[int, ...]) -> None:
+    """Every bit, and a block of words is 64 rows by 128 columns of it, in the same places as packed codes."""
+    weight = np.arange(np.prod(shape)).reshape(shape).astype(np.uint16).view(ml_dtypes.bfloat16)
+    packed = pack(weight, "w")
+    assert np.array_equal(np.asarray(unpack(packed)).view(np.uint16), weight.view(np.uint16))
+    small = np.random.default_rng(0).integers(-8, 8, shape)
+    codes = np.where(small < 0, 16 + small, small) % 16
+    like = Nvfp4(
+        (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8),
+        np.ones((*shape[:-1], shape[-1] // 16), ml_dtypes.float8_e4m3fn),
+        np.ones(shape[:-2], np.float32),
+    )
+    one, other = pack(E2M1[codes].astype(ml_dtypes.bfloat16), "w").words, pack(like, "w").words
+    assert np.array_equal(decode_block(one[0, 1, 0]), decode_block(other[0, 1, 0]))
+
+
 @pytest.mark.parametrize(("byte", "told"), [(0x7F, "NaN"), (0xFF, "NaN"), (0x80, "negative"), (0xB1, "negative")])
 def test_bad_scales_are_refused(byte: int, told: str) -> None:
     """NaN and negative scales have no byte of ours."""

@@ -22,14 +22,24 @@ from inkling_jax.benchmarks.rows import Row, make_row
 from inkling_jax.benchmarks.timing import best_seconds
 from inkling_jax.kernels.expert_matmul import cases, reference, sm90
 from inkling_jax.kernels.expert_matmul.cases import Case
-from inkling_jax.kernels.expert_matmul.pack import Packed, pack_words
+from inkling_jax.kernels.expert_matmul.pack import Packed, pack
 
 CALLS = 8  # in one program, each with a routing of its own, so that weights come from memory and not from the cache
-VARIANTS = {
-    "fused": {"launches": 1},
-    "two": {"launches": 2},
-    "three": {"launches": 3},
-    "fused-xlagroup": {"launches": 1, "grouped": False},
+DECODE = {"kernel": "decode", "rows": 8}
+VARIANTS: dict[str, dict] = {
+    "auto": {},
+    "d8": DECODE,
+    "d16": DECODE | {"rows": 16},
+    "d8-lag0": DECODE | {"tuning": (("behind", 0),)},
+    "d8-lag2": DECODE | {"tuning": (("behind", 2),)},
+    "d8-thin": DECODE | {"tuning": (("steps", (1,)), ("behind", 3))},
+    "d8-split4": DECODE | {"tuning": (("splits", (4, 2, 1)),)},
+    "d8-split1": DECODE | {"tuning": (("splits", (1, 2, 4)),)},
+    "three": DECODE | {"launches": 3},
+    "b32": {"kernel": "batch", "rows": 32},
+    "b64": {"kernel": "batch", "rows": 64},
+    "b256": {"kernel": "batch", "rows": 256},
+    "b256-pair": {"kernel": "batch", "rows": 256, "cluster": 2},
 }
 
 
@@ -61,21 +71,22 @@ def hit(case: Case, experts: Any) -> tuple[float, int]:
 def measure(case: Case, variants: dict[str, dict], ceilings: dict[str, Any], detail: bool) -> list[Row]:
     """A row for each variant: error of one call, time of kernels and of the whole a call of a chain, and the bound."""
     given = cases.inputs(case)
-    packed = [Packed(pack_words(w.values, w.scale), w.scale2) for w in (given["w13"], given["w2"])]
+    packed = [pack(w, case.name) for w in (given["w13"], given["w2"])]
     routings = jnp.stack([cases.routing(case, seed)[0] for seed in range(CALLS)])
     with jax.default_matmul_precision("highest"):
         x, *rest = given.values()
         want = np.asarray(reference.expert_matmul(x.astype(jnp.float32), *rest))
     hits, rows = hit(case, routings)
-    expert_bytes = 3 * case.width * case.hidden * 9 / 16
+    expert_bytes = 3 * case.width * case.hidden * (9 / 16 if case.packed else 2)
     total = float(np.mean([(np.asarray(e) < case.held).sum() for e in routings]))
     read_us = hits * expert_bytes / ceilings["read"] * 1e6
     bound = max(read_us, total * 6 * case.width * case.hidden / ceilings["matmul"] * 1e6)
     found = []
     for name, options in variants.items():
+        chosen = options or sm90.regime(case.tokens * case.choices / case.routed)
 
-        def moe(*args: Any, options: dict = options) -> Any:
-            return sm90._run(*args, processors=sm90.processors(), **options)
+        def moe(*args: Any, options: dict = chosen) -> Any:
+            return sm90.run(*args, processors=sm90.processors(), **options)
 
         try:
             args = (given["x"], given["experts"], given["weights"], *packed)
@@ -83,6 +94,7 @@ def measure(case: Case, variants: dict[str, dict], ceilings: dict[str, Any], det
             f, args = chain(moe), (given["x"], routings, given["weights"], *packed)
             fields: dict[str, Any] = {
                 "tokens": case.tokens,
+                "kernel": f"{chosen['kernel']} {chosen['rows']}",
                 "experts": case.held,
                 "experts_hit": round(hits, 1),
                 "most_rows": rows,
@@ -126,7 +138,7 @@ def main() -> None:
     """Measure the cases whose names contain any of the given words."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", required=True, help="parts of case names, e.g. D4096-F2048-E32of256-T8-")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["auto"], choices=list(VARIANTS))
     parser.add_argument("--detail", action="store_true", help="also the time of each kernel")
     options = parser.parse_args()
     device = jax.devices()[0]

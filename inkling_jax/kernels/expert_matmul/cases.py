@@ -23,11 +23,13 @@ class Case:
     tokens: int
     choices: int = 6
     skew: str = "random"  # or "one": every token chooses the first expert
+    packed: bool = True  # NVFP4, else bfloat16
 
     @property
     def name(self) -> str:
         """Stable, without spaces."""
-        return f"D{self.width}-F{self.hidden}-E{self.held}of{self.routed}-T{self.tokens}-A{self.choices}-{self.skew}"
+        end = "" if self.packed else "-bf16"
+        return f"D{self.width}-F{self.hidden}-E{self.held}of{self.routed}-T{self.tokens}-A{self.choices}-{self.skew}{end}"
 
     @property
     def phase(self) -> str:
@@ -42,7 +44,7 @@ BENCH = tuple(
     for width, hidden in MODELS.values()
     for held, routed, shards in ((32, 256, 1), (32, 32, 1), (256, 256, 8), (256, 256, 1))
     for tokens in DECODE_TOKENS + PREFILL_TOKENS
-)
+) + tuple(Case(4096, 2048, 32, 256, tokens, packed=False) for tokens in (1, 64, 8192))
 # Everything odd that a test wants: few, many and no rows of an expert, none held at all, columns in threes, one wide expert.
 SMALL = (
     Case(256, 256, 8, 8, 1, 3),
@@ -53,6 +55,10 @@ SMALL = (
     Case(512, 384, 6, 6, 13, 2, "one"),
     Case(256, 128, 4, 400, 2, 1),
     Case(512, 256, 32, 32, 64, 6),
+    Case(512, 256, 3, 5, 200, 2),
+    Case(512, 384, 4, 4, 1500, 2, "one"),
+    Case(256, 256, 6, 6, 5, 2, packed=False),
+    Case(256, 256, 6, 6, 300, 2, packed=False),
 )
 
 
@@ -66,10 +72,12 @@ def routing(case: Case, seed: int) -> tuple[Int32[Array, "T A"], Array]:
     return order, jax.random.uniform(other, order.shape, minval=0.2, maxval=2.0)
 
 
-def weights_of(case: Case, seed: int) -> tuple[Nvfp4, Nvfp4]:
+def weights_of(case: Case, seed: int) -> tuple[Nvfp4 | Array, Nvfp4 | Array]:
     """Random w13 and w2, made where jax computes; scaled so that outputs are of order one."""
 
-    def make(key: Array, shape: tuple[int, ...], gain: float) -> Nvfp4:
+    def make(key: Array, shape: tuple[int, ...], gain: float) -> Nvfp4 | Array:
+        if not case.packed:
+            return (jax.random.normal(key, shape, jnp.bfloat16) * (gain / shape[-1] ** 0.5)).astype(jnp.bfloat16)
         values, scale, scale2 = jax.random.split(key, 3)
         # Numbers of random codes and scales in 0.02..3 have a standard deviation of 5.
         factor = gain / 5 / shape[-1] ** 0.5
@@ -85,7 +93,7 @@ def weights_of(case: Case, seed: int) -> tuple[Nvfp4, Nvfp4]:
 
 
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Arguments of `expert_matmul` by name, weights as Nvfp4."""
+    """Arguments of `expert_matmul` by name, weights as Nvfp4 or arrays."""
     experts, weights = routing(case, seed)
     w13, w2 = weights_of(case, seed)
     x = jax.random.normal(jax.random.key(seed + 1), (case.tokens, case.width), jnp.bfloat16)

@@ -24,9 +24,8 @@ from jaxtyping import Array, BFloat16, Float
 from inkling_jax.errors import InputError
 from inkling_jax.kernels.expert_matmul import device, twin
 from inkling_jax.kernels.expert_matmul.group import Groups
-from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, BLOCK_ROWS, LINES, SCALE_FACTOR, Packed
+from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, BLOCK_COLUMNS, BLOCK_ROWS, Packed
 
-ROWS = device.ROWS  # the most rows of a slot
 WORKERS = 4  # warpgroups that multiply
 SHARED_BYTES = 232448  # of a Hopper processor
 MAX_STAGES = 8
@@ -40,6 +39,8 @@ class Product:
     depth: int  # blocks of 128 columns
     split: int  # warpgroups that share the columns of a tile
     step: int  # blocks of columns that a warpgroup takes in a stage
+    lines: int  # of a block
+    factor: float  # beside the scales of the weights
 
     @property
     def side(self) -> int:
@@ -63,13 +64,16 @@ class Plan:
     tokens: int
     choices: int
     slots: int
+    rows: int  # the most of a slot
     x_rows: int  # that a stage has room for
     stages: int
+    behind: int  # stages that the copying of rows may lag behind before they are waited for
     processors: int
 
     @property
-    def step(self) -> int:
-        return max(self.up.step, self.down.step)
+    def lines(self) -> int:
+        """Of the weights of a stage, for a warpgroup."""
+        return max(p.step * p.lines for p in (self.up, self.down))
 
     @property
     def x_columns(self) -> int:
@@ -88,25 +92,45 @@ class Plan:
         return self.slots + self.down.blocks + 1
 
 
-def plan_product(blocks: int, depth: int, splits: tuple[int, ...]) -> Product:
-    """The first of `splits` that fits, with stages of two blocks of columns a warpgroup if it can be, else three, else one."""
-    for step in (2, 3, 1):
+def plan_product(weight: Packed, splits: tuple[int, ...], steps: tuple[int, ...]) -> Product:
+    """The first of `steps`, and of `splits`, that fits."""
+    blocks, depth = weight.words.shape[1:3]
+    for step in steps if weight.lines < BF16_LINES else (1,):
         for split in splits:
-            if blocks % (WORKERS // split) == 0 and depth % (split * step) == 0:
-                return Product(blocks, depth, split, step)
+            if tileable(blocks, depth, step, split):
+                return Product(blocks, depth, split, step, weight.lines, weight.factor)
     raise InputError(f"weights of {blocks * BLOCK_ROWS} x {depth * BLOCK_COLUMNS} fit no tile of the decode kernel")
 
 
-def plan(w13: Packed, w2: Packed, tokens: int, choices: int, slots: int, processors: int) -> Plan:
-    """Tiles for so many tokens: the fewer experts can be hit, the narrower, so that every processor has some."""
-    splits = (4, 2, 1) if slots <= 12 else (2, 1, 4)
-    up = plan_product(*w13.words.shape[1:3], splits)
-    down = plan_product(*w2.words.shape[1:3], splits)
-    x_rows = min(ROWS, 1 << (tokens - 1).bit_length())
-    result = Plan(up, down, tokens, choices, slots, x_rows, 1, processors)
-    stage = WORKERS * result.step * LINES * 128 * 4 + x_rows * result.x_columns * 2
-    partial = sum(_partials(p) * 2048 for p in (up, down))
-    return dataclasses.replace(result, stages=min(MAX_STAGES, (SHARED_BYTES - partial - 1024) // stage))
+def tileable(blocks: int, depth: int, step: int = 1, split: int | None = None) -> bool:
+    """Whether such tiles cover so many blocks exactly; by default whether any do."""
+    splits = (1, 2, 4) if split is None else (split,)
+    return any(blocks % (WORKERS // s) == 0 and depth % (s * step) == 0 for s in splits)
+
+
+def plan(
+    w13: Packed,
+    w2: Packed,
+    tokens: int,
+    choices: int,
+    slots: int,
+    rows: int,
+    processors: int,
+    steps: tuple[int, ...] = (2, 3, 1),
+    splits: tuple[int, ...] = (),
+    behind: int = 1,
+) -> Plan:
+    """Tiles for so many tokens, of at most `rows` (8 or 16) to a slot: the fewer experts can be hit, the narrower the tiles, so
+    that every processor has some.
+    """
+    splits = splits or ((4, 2, 1) if slots <= 12 else (2, 1, 4))
+    up, down = (plan_product(w, splits, steps) for w in (w13, w2))
+    x_rows = min(rows, 1 << (tokens - 1).bit_length())
+    result = Plan(up, down, tokens, choices, slots, rows, x_rows, 1, behind, processors)
+    stage = WORKERS * result.lines * 128 * 4 + x_rows * result.x_columns * 2
+    partial = sum(_partials(p) * 256 * rows for p in (up, down))
+    stages = min(MAX_STAGES, (SHARED_BYTES - partial - 1024) // stage)
+    return dataclasses.replace(result, stages=stages, behind=min(behind, stages - 1))
 
 
 def _partials(product: Product) -> int:
@@ -124,19 +148,18 @@ def decode(
     launches: int = 1,
     interpret: bool = False,
 ) -> BFloat16[Array, "T D"]:
-    """The weighted sum of the chosen experts, of rows that `group` cut into slots of ROWS.
+    """The weighted sum of the chosen experts, of rows that `group` cut into slots of `plan.rows`.
 
     `launches`: 1, or 2 with a launch each for gate-and-up and for down, or 3 with the sum apart too, which is what the
     interpreter runs.
     """
-    up_scale, down_scale = (w.scale2.astype(jnp.float32) * SCALE_FACTOR for w in (w13, w2))
     operands = dict(groups._asdict()) | {
         "x": x,
         "weights": weights.astype(jnp.float32),
         "w13": _flat(w13),
         "w2": _flat(w2),
-        "up_scale": up_scale,
-        "down_scale": down_scale,
+        "up_scale": w13.scale2.astype(jnp.float32),
+        "down_scale": w2.scale2.astype(jnp.float32),
     }
     rows = plan.tokens * plan.choices
     types = {
@@ -169,9 +192,9 @@ def weigh(y: Float[Array, "R D"], place: Array, weights: Float[Array, "T A"]) ->
 
 
 def _flat(weight: Packed) -> Array:
-    """[E * O / 64, I / 128 * 9, 128]: what a stage copies of a block row is then one box."""
+    """[E * O / 64, I / 128 * lines, 128]: what a stage copies of a block row is then one box."""
     experts, blocks, depth = weight.words.shape[:3]
-    return weight.words.reshape(experts * blocks, depth * LINES, 128)
+    return weight.words.reshape(experts * blocks, depth * weight.lines, 128)
 
 
 def _launch(plan: Plan, interpret: bool, operands: dict, names: tuple[str, ...], results: dict) -> dict[str, Array]:
@@ -204,14 +227,14 @@ class _Body:
         products = {"up": p.up} if self.has_up else {}
         products |= {"down": p.down} if self.has_down else {}
         found: dict[str, Any] = {
-            "w_ring": plgpu.SMEM((p.stages, WORKERS, p.step * LINES, 128), jnp.int32),
+            "w_ring": plgpu.SMEM((p.stages, WORKERS, p.lines, 128), jnp.int32),
             "x_ring": plgpu.SMEM((p.stages, p.x_rows, p.x_columns), jnp.bfloat16),
             "full": plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=p.stages),
             "empty": plgpu.Barrier(num_arrivals=WORKERS, num_barriers=p.stages),
         }
         for name, product in products.items():
             partials = max(1, (product.split - 1) * product.side)
-            found[f"{name}_partial"] = plgpu.SMEM((2, partials, 512), jnp.float32)
+            found[f"{name}_partial"] = plgpu.SMEM((2, partials, BLOCK_ROWS * p.rows), jnp.float32)
             found[f"{name}_put"] = plgpu.Barrier(num_arrivals=partials, num_barriers=2)
             found[f"{name}_got"] = plgpu.Barrier(num_arrivals=product.side, num_barriers=2)
         return found
@@ -288,10 +311,10 @@ class _Body:
                     stage = self._reserve(base + t * product.steps + k)
                     for unit in range(WORKERS):
                         n, q = unit % product.side, unit // product.side
-                        column = (k * product.split + q) * (product.step * LINES)
+                        lines = product.step * product.lines
                         plgpu.copy_gmem_to_smem(
-                            source.at[row + n, pl.ds(column, product.step * LINES)],
-                            self.r["w_ring"].at[stage, unit, pl.ds(0, product.step * LINES)],
+                            source.at[row + n, pl.ds((k * product.split + q) * lines, lines)],
+                            self.r["w_ring"].at[stage, unit, pl.ds(0, lines)],
                             self.r["full"].at[stage],
                         )
 
@@ -315,19 +338,32 @@ class _Body:
 
                 @pl.loop(0, product.steps)
                 def _(k: Array) -> None:
-                    stage = self._reserve(base + t * product.steps + k)
+                    i = t * product.steps + k
+                    stage = self._reserve(base + i)
                     token = self.r["token"] if is_up else self.r["first"]
                     load(source, token, self.r["x_ring"].at[stage], row, used, k * columns)
-                    plgpu.barrier_arrive(self.r["full"].at[stage])
+
+                    @pl.when(i >= p.behind)
+                    def _() -> None:
+                        self.ops.await_rows(p.behind)
+                        plgpu.barrier_arrive(self.r["full"].at[lax.rem(base + i - p.behind, p.stages)])
+
+            # All are announced before the next product's rows are waited for, which other processors make from ours.
+            self.ops.await_rows(0)
+            total = base + mine * product.steps
+
+            @pl.loop(lax.max(total - p.behind, base), total)
+            def _(i: Array) -> None:
+                plgpu.barrier_arrive(self.r["full"].at[lax.rem(i, p.stages)])
 
         self._drain()
 
     def _multiply(self, me: Array, base: Array, mine: Array, first: Array, product: Product, is_up: bool) -> None:
         p, name = self.plan, "up" if is_up else "down"
         n, q = lax.rem(me, product.side), lax.div(me, product.side)
-        multiply = self.ops.multiply_unit(product.step, p.x_rows, p.x_columns)
+        multiply = self.ops.multiply_unit(product.step, product.lines, p.rows, p.x_rows, p.x_columns)
         put, got = self.r[f"{name}_put"], self.r[f"{name}_got"]
-        columns = product.step * BLOCK_COLUMNS
+        add_partial, columns = self.ops.add_partial(p.rows), product.step * BLOCK_COLUMNS
 
         @pl.loop(0, mine)
         def _(t: Array) -> None:
@@ -336,7 +372,7 @@ class _Body:
             def step(k: Array, acc: Array) -> Array:
                 stage = lax.rem(base + t * product.steps + k, p.stages)
                 plgpu.barrier_wait(self.r["full"].at[stage])
-                words = self.r["w_ring"].at[stage, me, pl.ds(0, product.step * LINES)]
+                words = self.r["w_ring"].at[stage, me, pl.ds(0, product.step * product.lines)]
                 acc = multiply(acc, words, self.r["x_ring"].at[stage, :, pl.ds(q * columns, columns)])
                 plgpu.barrier_arrive(self.r["empty"].at[stage])
                 return acc
@@ -362,7 +398,7 @@ class _Body:
                 plgpu.barrier_wait(put.at[turn])
                 total = acc
                 for i in range(product.split - 1):
-                    total = self.ops.add_partial(total, partial.at[turn, i * product.side + n])
+                    total = add_partial(total, partial.at[turn, i * product.side + n])
                 plgpu.barrier_arrive(got.at[turn])
                 self._store(total, slot, block, is_up)
 
@@ -375,7 +411,7 @@ class _Body:
                     plgpu.barrier_wait(got.at[lax.rem(t, 2)])
 
     def _zeros(self) -> Array:
-        zeros = jnp.zeros((BLOCK_ROWS, ROWS), jnp.float32)
+        zeros = jnp.zeros((BLOCK_ROWS, self.plan.rows), jnp.float32)
         return zeros if self.ops is twin else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
     def _store(self, acc: Array, slot: Array, block: Array, is_up: bool) -> None:
@@ -383,11 +419,12 @@ class _Body:
         expert, row, used = r["expert"][slot], r["first"][slot], r["used"][slot]
         if is_up:
             store = self.ops.store_hidden(p.hidden)
-            store(acc, r["hidden"], row, used, block, r["up_scale"][expert, 0], r["up_scale"][expert, 1])
+            gate_scale, up_scale = (r["up_scale"][expert, i] * p.up.factor for i in (0, 1))
+            store(acc, r["hidden"], row, used, block, gate_scale, up_scale)
             if self.has_down:
                 self.ops.announce(r["counters"], slot)
             return
-        self.ops.store_rows(p.width)(acc, r["y"], row, used, block * BLOCK_ROWS, r["down_scale"][expert])
+        self.ops.store_rows(p.width)(acc, r["y"], row, used, block * BLOCK_ROWS, r["down_scale"][expert] * p.down.factor)
         if self.has_sum:
             combine = self.ops.combine(p.tokens, p.choices, p.width, p.slots)
             combine(r["counters"], block * BLOCK_ROWS, r["count"][0], r["y"], r["place"], r["weights"], r["out"])

@@ -1,12 +1,14 @@
 """What one warpgroup does in the decode kernel, in the compiler's own operations: Pallas cannot move bits between types of other
 widths.
 
-Thread t of a warpgroup is lane 4g + c of warp w. Of a 64 x 8 float32 accumulator (rows of weights by rows of x) it holds rows 16w
-+ g and 16w + g + 8 of columns 2c and 2c + 1, the fragment of mma.m16n8k16; `pack` orders the weights to match.
+Thread t of a warpgroup is lane 4g + c of warp w. Of every eight columns of a float32 accumulator (64 rows of weights by rows of
+x) it holds rows 16w + g and 16w + g + 8 of columns 2c and 2c + 1, the fragment of mma.m16n8k16; `pack` orders the weights to
+match.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,25 +21,30 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from inkling_jax.kernels.expert_matmul import mlir as m
 from inkling_jax.kernels.expert_matmul.mlir import Value
-from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, LINES
+from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, BLOCK_COLUMNS, LINES
 
-ROWS = 8  # of x that one accumulator holds
-WORDS = LINES * 128  # of a block
 SCALAR = plgpu.Layout.WG_SPLAT
-ACC = plgpu.ShapeDtypeStruct((64, ROWS), jnp.float32, layout=plgpu.Layout.WGMMA)
 _REF = plgpu.RefType()
 
 
-def _registers(acc: mgpu.FragmentedArray) -> list[Value]:
-    """Row g of columns 2c and 2c + 1, then row g + 8 of them."""
-    return [vector.extract(acc.registers[(0, 0, 0, 0, h, 0, 0, 0, 0)], [], [i]) for h in (0, 1) for i in (0, 1)]
+def accumulator_type(rows: int) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct((64, rows), jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
-def _accumulator(registers: list[Value]) -> mgpu.FragmentedArray:
+def registers_of(acc: mgpu.FragmentedArray) -> list[list[Value]]:
+    """For every eight columns: row g of columns 2c and 2c + 1, then row g + 8 of them."""
+    return [
+        [vector.extract(acc.registers[(0, n, 0, 0, h, 0, 0, 0, 0)], [], [i]) for h in (0, 1) for i in (0, 1)]
+        for n in range(acc.shape[1] // 8)
+    ]
+
+
+def _accumulator(registers: list[list[Value]]) -> mgpu.FragmentedArray:
     pair = ir.VectorType.get((2,), m.f32())
-    array = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, ROWS)), dtype=object)
-    for h in (0, 1):
-        array[(0, 0, 0, 0, h, 0, 0, 0, 0)] = vector.from_elements(pair, registers[2 * h : 2 * h + 2])
+    array = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, 8 * len(registers))), dtype=object)
+    for n, four in enumerate(registers):
+        for h in (0, 1):
+            array[(0, n, 0, 0, h, 0, 0, 0, 0)] = vector.from_elements(pair, four[2 * h : 2 * h + 2])
     return mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
@@ -74,38 +81,43 @@ def _multiply(weights: list[Value], x: list[Value], acc: list[Value]) -> list[Va
     )
 
 
-def multiply_unit(blocks: int, x_rows: int, x_stride: int) -> Callable:
-    """acc += weights @ x.T over `blocks` blocks of columns, as f(acc, words [blocks * 9, 128], x); returns the new acc.
+def fragments(words: Value, lines: int, block: int, k64: int) -> list[list[Value]]:
+    """The weight fragments, as pairs of bfloat16, of four times 16 columns: those of half `k64` of a block in shared memory."""
+    thread = m.thread()
+    if lines == BF16_LINES:
+        start = block * BF16_LINES * 128 + k64 * 2048
+        return [m.vector_at(words, m.add(m.shift(thread, 2), start + 512 * j), m.i32(), 4) for j in range(4)]
+    start = block * LINES * 128
+    packed = m.vector_at(words, m.add(m.shift(thread, 2), start + k64 * 512), m.i32(), 4)
+    scales = llvm.load(m.i32(), m.at(words, m.add(thread, start + (LINES - 1) * 128), m.i32()), alignment=4)
+    scale = [decode_scale(scales, 2 * k64 + h) for h in (0, 1)]
+    return [[_times(pair, scale[i % 2]) for i, pair in enumerate(decode_word(word))] for word in packed]
 
-    x is in shared memory, `x_rows` (a power of two, at most 8) rows of `x_stride` elements; the columns of acc past those rows
-    repeat them.
+
+def multiply_unit(blocks: int, lines: int, rows: int, x_rows: int, x_stride: int) -> Callable:
+    """acc += weights @ x.T over `blocks` blocks of columns, as f(acc, words [blocks * lines, 128], x); returns the new acc.
+
+    acc has `rows` columns. x is in shared memory, `x_rows` (a power of two) rows of `x_stride` elements, pieces of 16 bytes where
+    `load_rows` puts them; columns of acc past those rows repeat them.
     """
+    acc_type = accumulator_type(rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF), return_type=ACC)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF), return_type=acc_type)
     def run(_: Any, acc: mgpu.FragmentedArray, words: Value, x: Value) -> mgpu.FragmentedArray:
-        total = _registers(acc)
+        total = registers_of(acc)
         words, x = mgpu.utils.memref_ptr(words), mgpu.utils.memref_ptr(x)
-        thread, (_, g, c) = m.thread(), m.lane()
+        _, g, c = m.lane()
         row = m.both(g, x_rows - 1)
-        # Rows start in the same bank. Odd ones read their two 16-byte pieces in the other order, so that eight lanes meet no bank
-        # twice.
-        odd = m.both(row, 1)
-        first = m.add(m.multiply(row, x_stride // 2), m.shift(m.add(m.shift(c, 1), odd), 2))
-        second = arith.xori(first, m.as_int(4))
-        swapped = arith.cmpi(arith.CmpIPredicate.ne, odd, m.as_int(0))
+        start = m.multiply(row, x_stride // 2)
+        pieces = [m.add(start, m.shift(arith.xori(m.add(m.shift(c, 1), i), m.both(row, 7)), 2)) for i in (0, 1)]
         for block in range(blocks):
-            scales = llvm.load(m.i32(), m.at(words, m.add(thread, block * WORDS + WORDS - 128), m.i32()), alignment=4)
             for k64 in range(2):
-                packed = m.vector_at(words, m.add(m.shift(thread, 2), block * WORDS + k64 * 512), m.i32(), 4)
-                scale = [decode_scale(scales, 2 * k64 + h) for h in (0, 1)]
-                offset = (block * BLOCK_COLUMNS + k64 * 64) // 2
-                a, b = (m.vector_at(x, m.add(index, offset), m.i32(), 4) for index in (first, second))
-                low = [arith.select(swapped, q, p) for p, q in zip(a, b, strict=True)]
-                high = [arith.select(swapped, p, q) for p, q in zip(a, b, strict=True)]
-                columns = low + high
-                for j in range(4):
-                    weights = [_times(pair, scale[i % 2]) for i, pair in enumerate(decode_word(packed[j]))]
-                    total = _multiply(weights, columns[2 * j : 2 * j + 2], total)
+                weights = fragments(words, lines, block, k64)
+                for n in range(rows // 8):
+                    offset = (block * BLOCK_COLUMNS + k64 * 64 + 8 * (n % max(1, x_rows // 8)) * x_stride) // 2
+                    columns = [v for piece in pieces for v in m.vector_at(x, m.add(piece, offset), m.i32(), 4)]
+                    for j in range(4):
+                        total[n] = _multiply(weights[j], columns[2 * j : 2 * j + 2], total[n])
         return _accumulator(total)
 
     return run
@@ -113,23 +125,34 @@ def multiply_unit(blocks: int, x_rows: int, x_stride: int) -> Callable:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=())
 def put_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> tuple[()]:
-    """Lay an accumulator into 512 floats of shared memory, in no order but `add_partial`'s."""
-    value = vector.from_elements(ir.VectorType.get((4,), m.f32()), _registers(acc))
-    llvm.store(value, m.at(mgpu.utils.memref_ptr(ref), m.shift(m.thread(), 2), m.f32()), alignment=16)
+    """Lay an accumulator into as many floats of shared memory, in no order but `add_partial`'s."""
+    for n, four in enumerate(registers_of(acc)):
+        value = vector.from_elements(ir.VectorType.get((4,), m.f32()), four)
+        at = m.add(m.shift(m.thread(), 2), 512 * n)
+        llvm.store(value, m.at(mgpu.utils.memref_ptr(ref), at, m.f32()), alignment=16)
     return ()
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=ACC)
-def add_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> mgpu.FragmentedArray:
-    """acc plus what `put_partial` laid there."""
-    other = m.vector_at(mgpu.utils.memref_ptr(ref), m.shift(m.thread(), 2), m.f32(), 4)
-    return _accumulator([arith.addf(a, b) for a, b in zip(_registers(acc), other, strict=True)])
+def add_partial(rows: int) -> Callable:
+    """acc plus what `put_partial` laid there, as f(acc, ref)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=accumulator_type(rows))
+    def run(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> mgpu.FragmentedArray:
+        total = registers_of(acc)
+        for n, four in enumerate(total):
+            other = m.vector_at(mgpu.utils.memref_ptr(ref), m.add(m.shift(m.thread(), 2), 512 * n), m.f32(), 4)
+            total[n] = [arith.addf(a, b) for a, b in zip(four, other, strict=True)]
+        return _accumulator(total)
+
+    return run
 
 
 def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool) -> Callable:
-    """Copy `columns` columns of `used` rows of x into shared memory and wait for them, as f(x, token, to, row, used, column).
+    """Start to copy `columns` columns of `used` rows of x into shared memory, as f(x, token, to, row, used, column).
 
-    Row i is row token[row + i] of x [., width] if `gather`, else row + i; it lands x_stride elements after row i - 1 of `to`.
+    Row i is row token[row + i] of x [., width] if `gather`, else row + i; it lands x_stride elements after row i - 1 of `to`. Of
+    its pieces of 16 bytes, every eight trade places by the exclusive or with i, so that eight lanes that read one piece each of
+    eight rows, or two each of four, meet no bank twice. `await_rows` waits.
     """
 
     @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, SCALAR, SCALAR, SCALAR), return_type=())
@@ -139,22 +162,33 @@ def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool
         bf16, pieces = ir.BF16Type.get(), columns // 8  # of 16 bytes
         for start in range(0, x_rows * pieces, 128):
             piece = m.add(m.thread(), start)
-            i, offset = arith.divui(piece, m.as_int(pieces)), m.shift(arith.remui(piece, m.as_int(pieces)), 3)
-            wanted = m.less(i, used)
-            with mgpu.utils.when(wanted):
+            i, piece = arith.divui(piece, m.as_int(pieces)), arith.remui(piece, m.as_int(pieces))
+            with mgpu.utils.when(m.less(i, used)):
                 source = m.add(row, i)
                 if gather:
                     source = llvm.load(m.i32(), m.at(token, source, m.i32()), alignment=4)
-                index = arith.addi(arith.muli(m.wide(source), m.wide(width)), m.wide(m.add(column, offset)))
+                index = arith.addi(arith.muli(m.wide(source), m.wide(width)), m.wide(m.add(column, m.shift(piece, 3))))
+                place = m.shift(arith.xori(piece, m.both(i, 7)), 3)
                 mgpu.utils.inline_ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
-                    m.at(to, m.add(m.multiply(i, x_stride), offset), bf16),
+                    m.at(to, m.add(m.multiply(i, x_stride), place), bf16),
                     m.at(x, index, bf16),
                 )
-        mgpu.utils.inline_ptx("cp.async.wait_all;")
+        mgpu.utils.inline_ptx("cp.async.commit_group;")
         return ()
 
     return run
+
+
+def await_rows(later: int) -> None:
+    """Wait until all but the last `later` calls of `load_rows` have copied what this thread asked for."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=())
+    def run(_: Any) -> tuple[()]:
+        mgpu.utils.inline_ptx(f"cp.async.wait_group {later};")
+        return ()
+
+    run()
 
 
 def store_hidden(width: int) -> Callable:
@@ -171,11 +205,11 @@ def store_hidden(width: int) -> Callable:
         hidden, bf16 = mgpu.utils.memref_ptr(hidden), ir.BF16Type.get()
         w, g, c = m.lane()
         channel = m.add(m.shift(m.shift(block, -1), 6), m.shift(m.shift(g, -1), 4), m.shift(m.both(block, 1), 3))
-        channel, registers = m.add(channel, m.shift(w, 1), m.both(g, 1)), _registers(acc)
-        for i in (0, 1):
-            column = m.add(m.shift(c, 1), i)
+        channel = m.add(channel, m.shift(w, 1), m.both(g, 1))
+        for n, i in itertools.product(range(acc.shape[1] // 8), (0, 1)):
+            column, four = m.add(m.shift(c, 1), 8 * n + i), registers_of(acc)[n]
             with mgpu.utils.when(m.less(column, used)):
-                value = _swiglu(arith.mulf(registers[i], gate_scale), arith.mulf(registers[2 + i], up_scale))
+                value = swiglu(arith.mulf(four[i], gate_scale), arith.mulf(four[2 + i], up_scale))
                 index = arith.addi(arith.muli(m.wide(m.add(row, column)), m.wide(width)), m.wide(channel))
                 llvm.store(arith.truncf(bf16, value), m.at(hidden, index, bf16))
         return ()
@@ -183,7 +217,7 @@ def store_hidden(width: int) -> Callable:
     return run
 
 
-def _swiglu(gate: Value, up: Value) -> Value:
+def swiglu(gate: Value, up: Value) -> Value:
     power = mgpu.utils.inline_ptx(
         "ex2.approx.ftz.f32 $0, $1;", arith.mulf(gate, m.as_float(-1.4426950408889634)), result_types=m.f32()
     )
@@ -199,15 +233,15 @@ def store_rows(width: int) -> Callable:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 4), return_type=())
     def run(_: Any, acc: Any, y: Value, row: Any, used: Any, column: Any, scale: Any) -> tuple[()]:
         row, used, column, scale = (m.scalar(a) for a in (row, used, column, scale))
-        y, registers = mgpu.utils.memref_ptr(y), _registers(acc)
+        y = mgpu.utils.memref_ptr(y)
         w, g, c = m.lane()
         column = m.add(column, m.shift(w, 4), g)
-        for i in (0, 1):
-            x_row = m.add(m.shift(c, 1), i)
+        for n, i in itertools.product(range(acc.shape[1] // 8), (0, 1)):
+            x_row, four = m.add(m.shift(c, 1), 8 * n + i), registers_of(acc)[n]
             with mgpu.utils.when(m.less(x_row, used)):
                 index = arith.addi(arith.muli(m.wide(m.add(row, x_row)), m.wide(width)), m.wide(column))
                 for h in (0, 1):
-                    llvm.store(arith.mulf(registers[2 * h + i], scale), m.at(y, arith.addi(index, m.wide(8 * h)), m.f32()))
+                    llvm.store(arith.mulf(four[2 * h + i], scale), m.at(y, arith.addi(index, m.wide(8 * h)), m.f32()))
         return ()
 
     return run

@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Int32
 
 from inkling_jax.kernels.expert_matmul import mlir as m
-from inkling_jax.kernels.expert_matmul.group import Groups, slots_needed
+from inkling_jax.kernels.expert_matmul.group import Groups, rows_needed, slots_needed
 from inkling_jax.kernels.expert_matmul.mlir import Value
 
 MAX_ENTRIES = 8192  # above, more processors sort faster than this one
@@ -25,7 +25,7 @@ _THREADS = 128
 _WARPS = 4
 
 
-def group_on_device(chosen: Int32[Array, "T A"], experts: int, rows: int, counters: int) -> Groups:
+def group_on_device(chosen: Int32[Array, "T A"], experts: int, rows: int, counters: int, align: int = 1) -> Groups:
     """See `group.group`."""
     tokens, choices = chosen.shape
     total, slots = tokens * choices, slots_needed(tokens, choices, experts, rows)
@@ -34,9 +34,9 @@ def group_on_device(chosen: Int32[Array, "T A"], experts: int, rows: int, counte
         return jax.ShapeDtypeStruct(dims, jnp.int32)
 
     names = ("token", "place", "expert", "first", "used", "count", "counters")
-    sizes = (total, total, slots, slots, slots, 1, counters)
+    sizes = (rows_needed(tokens, choices, experts, align), total, slots, slots, slots, 1, counters)
     kernel = plgpu.kernel(
-        lambda *refs: _sort(total, choices, experts, rows, counters)(*refs),
+        lambda *refs: _sort(total, choices, experts, rows, counters, align)(*refs),
         out_type=tuple(shape(size) for size in sizes),
         scratch_types=[plgpu.SMEM((_WARPS, experts), jnp.int32), plgpu.SMEM((3, _padded(experts)), jnp.int32)],
         grid=(1,),
@@ -54,7 +54,7 @@ def _padded(experts: int) -> int:
     return -(-experts // _THREADS) * _THREADS
 
 
-def _sort(total: int, choices: int, experts: int, rows: int, counters: int) -> Any:
+def _sort(total: int, choices: int, experts: int, rows: int, counters: int, align: int) -> Any:
     ref = plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(ref,) * 10, return_type=())
@@ -90,7 +90,7 @@ def _sort(total: int, choices: int, experts: int, rows: int, counters: int) -> A
         _each(width, lambda e: _add_warps(counts, sums, e, experts))
         mgpu.utils.warpgroup_barrier()
         with mgpu.utils.when(m.less(me, 32)):
-            _scan(sums, width, rows, count)
+            _scan(sums, width, rows, align, count)
         mgpu.utils.warpgroup_barrier()
 
         def slots_of(e: Value) -> None:
@@ -173,14 +173,15 @@ def _add_warps(counts: Value, sums: Value, e: Value, experts: int) -> None:
         _put(sums, e, total)
 
 
-def _scan(sums: Value, width: int, rows: int, count: Value) -> None:
+def _scan(sums: Value, width: int, rows: int, align: int, count: Value) -> None:
     """First row and first slot of each expert, from their sizes: by one warp, each lane a run of experts."""
     each = width // 32
     lane = m.both(m.thread(), 31)
     start = m.multiply(lane, each)
     sizes = [_get(sums, m.add(start, i)) for i in range(each)]
     slots = [arith.divui(m.add(size, rows - 1), m.as_int(rows)) for size in sizes]
-    for part, numbers in ((1, sizes), (2, slots)):
+    room = [m.multiply(arith.divui(m.add(size, align - 1), m.as_int(align)), align) for size in sizes]
+    for part, numbers in ((1, room), (2, slots)):
         own = m.add(*numbers)
         total = own
         for distance in (1, 2, 4, 8, 16):

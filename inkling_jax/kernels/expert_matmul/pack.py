@@ -1,4 +1,4 @@
-"""The Hopper kernels' order of NVFP4 weights: the published bits rearranged so that a thread finds what it multiplies in 16
+"""The Hopper kernels' order of expert weights: the published bits rearranged so that a thread finds what it multiplies in 16
 bytes.
 
 Rows are cut into blocks of 64 and columns into blocks of 128, the unit that one warpgroup multiplies. In a block, thread t of the
@@ -11,6 +11,9 @@ each into a bfloat16 of the value times 2**-126: see `_place`. Scales become one
 five bits, which shifts into a bfloat16 of the scale times 2**106 and holds every positive E4M3 number, the subnormal ones too.
 What is left, 2**20, is multiplied with scale2. A scale of zero has no such byte: its codes become zeros instead, so values stay
 exact.
+
+Weights that are bfloat16 keep their bits, in blocks of 32 lines: for each 16 columns j of 64, the four words of a thread's
+fragment.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 128
 LINES = 9  # of 128 words, in a block
+BF16_LINES = 32  # of a block of bfloat16
 SCALE_FACTOR = 2.0**20  # what a product of decoded words lacks
 _NAN_BYTE = 0x7F
 
@@ -36,8 +40,18 @@ _NAN_BYTE = 0x7F
 class Packed(NamedTuple):
     """Weights [E, O, I], or gate and up [E, 2, F, I] taken as O = 2F rows, in the kernels' order."""
 
-    words: Int32[Array, "E O/64 I/128 9 128"]
-    scale2: Float[Array, "*lead"]  # [E], or [E, 2] for gate and up: what Nvfp4 holds
+    words: Int32[Array, "E O/64 I/128 lines 128"]
+    scale2: Float[Array, "*lead"]  # [E], or [E, 2] for gate and up: what Nvfp4 holds; ones for bfloat16
+
+    @property
+    def lines(self) -> int:
+        """Of a block: LINES, or BF16_LINES."""
+        return self.words.shape[3]
+
+    @property
+    def factor(self) -> float:
+        """What a product of decoded words lacks beside scale2."""
+        return SCALE_FACTOR if self.lines == LINES else 1.0
 
     @property
     def paired(self) -> bool:
@@ -45,15 +59,26 @@ class Packed(NamedTuple):
         return self.scale2.ndim == 2
 
 
-def pack(weight: Nvfp4, name: str) -> Packed:
+def fits(rows: int, columns: int) -> bool:
+    """Whether weights of so many rows (of gate and up: each) and columns can be packed."""
+    return rows % BLOCK_ROWS == 0 and columns % BLOCK_COLUMNS == 0
+
+
+def pack(weight: Nvfp4 | Array, name: str) -> Packed:
     """Rearrange the weights [E, O, I] or [E, 2, F, I] of experts, each independent of the others; `name` is for messages.
 
     O (or F) must be in blocks of 64 rows and I of 128 columns: CheckpointError, and so is a block scale that is NaN or
-    negative.
+    negative, or an array that is not bfloat16.
     """
-    rows, columns = weight.values.shape[-2], weight.values.shape[-1] * 2
-    if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
-        raise CheckpointError(f"{name}: {rows} x {columns} is not in blocks of {BLOCK_ROWS} rows and {BLOCK_COLUMNS} columns")
+    shape = weight.shape if not isinstance(weight, Nvfp4) else (*weight.values.shape[:-1], weight.values.shape[-1] * 2)
+    if not fits(*shape[-2:]):
+        raise CheckpointError(
+            f"{name}: {shape[-2]} x {shape[-1]} is not in blocks of {BLOCK_ROWS} rows and {BLOCK_COLUMNS} columns"
+        )
+    if not isinstance(weight, Nvfp4):
+        if weight.dtype != jnp.bfloat16:
+            raise CheckpointError(f"{name}: the kernels take weights of bfloat16, not {weight.dtype}")
+        return Packed(pack_bfloat16(weight), jnp.ones(shape[:-2], jnp.float32))
     worst = int(_largest_byte(weight.scale))
     if worst >= _NAN_BYTE:
         kind = "NaN" if worst & 0x7F == _NAN_BYTE else "negative"
@@ -61,10 +86,39 @@ def pack(weight: Nvfp4, name: str) -> Packed:
     return Packed(pack_words(weight.values, weight.scale), weight.scale2)
 
 
-def unpack(weight: Packed) -> Nvfp4:
+def unpack(weight: Packed) -> Nvfp4 | Array:
     """What `pack` was given, except that where a scale was zero it is 2**-9 and the codes are zeros."""
+    if weight.lines == BF16_LINES:
+        return unpack_bfloat16(weight.words, weight.paired)
     values, scale = unpack_words(weight.words, weight.paired)
     return Nvfp4(values, scale, weight.scale2)
+
+
+@jax.jit
+def pack_bfloat16(weight: Float[Array, "E *rows I"]) -> Int32[Array, "E O/64 I/128 32 128"]:
+    """The words of bfloat16 weights, one expert at a time."""
+
+    def one(rows: Array) -> Array:
+        rows = _interleave(rows) if rows.ndim == 3 else rows
+        n, k = rows.shape[0] // BLOCK_ROWS, rows.shape[1] // BLOCK_COLUMNS
+        rows = rows.reshape(n, 4, 2, 8, k, 2, 4, 4, 2, 2)  # n w h g k k64 c j kh lo/hi
+        words = rows.transpose(0, 4, 5, 7, 1, 3, 6, 8, 2, 9)  # n k k64 j w g c kh h lo/hi
+        return jax.lax.bitcast_convert_type(words, jnp.int32).reshape(n, k, BF16_LINES, 128)
+
+    return jax.lax.map(one, weight)
+
+
+@jax.jit(static_argnames="paired")
+def unpack_bfloat16(words: Int32[Array, "E O/64 I/128 32 128"], paired: bool) -> Float[Array, "E *rows I"]:
+    """The weights of `pack_bfloat16`."""
+
+    def one(block: Array) -> Array:
+        n, k = block.shape[:2]
+        rows = jax.lax.bitcast_convert_type(block.reshape(n, k, 2, 4, 4, 8, 4, 2, 2), jnp.bfloat16)
+        rows = rows.transpose(0, 4, 8, 5, 1, 2, 6, 3, 7, 9).reshape(n * BLOCK_ROWS, k * BLOCK_COLUMNS)
+        return _separate(rows) if paired else rows
+
+    return jax.lax.map(one, words)
 
 
 @jax.jit
@@ -81,8 +135,11 @@ def unpack_words(
     return jax.lax.map(lambda one: _unpack_expert(one, paired), words)
 
 
-def decode_block(words: Int32[Array, "9 128"]) -> Float[Array, "64 128"]:
+def decode_block(words: Int32[Array, "lines 128"]) -> Float[Array, "64 128"]:
     """The float32 numbers of one block, exact, before scale2: the same arithmetic as on the chip, in plain JAX."""
+    if words.shape[0] == BF16_LINES:
+        rows = jax.lax.bitcast_convert_type(words.reshape(2, 4, 4, 8, 4, 2, 2), jnp.bfloat16)  # k64 j w g c kh h lo/hi
+        return rows.transpose(2, 6, 3, 0, 4, 1, 5, 7).reshape(BLOCK_ROWS, BLOCK_COLUMNS).astype(jnp.float32)
     codes = jnp.stack([_take(words[:8].reshape(2, 4, 8, 4, 4).astype(jnp.uint32), h, kh) for h in (0, 1) for kh in (0, 1)], -1)
     lo, hi = codes & 0xF, codes >> 4
     numbers = jnp.stack([_e2m1(lo), _e2m1(hi)], -1).reshape(2, 4, 8, 4, 4, 2, 2, 2)  # k64 w g c j h kh lo/hi

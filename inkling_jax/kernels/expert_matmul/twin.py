@@ -11,33 +11,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from inkling_jax.kernels.expert_matmul.device import ROWS
 from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, LINES, SCALE_FACTOR, decode_block
 
 
-def multiply_unit(blocks: int, x_rows: int, x_stride: int) -> Callable:
+def multiply_unit(blocks: int, lines: int, rows: int, x_rows: int, x_stride: int) -> Callable:
     """See device.multiply_unit."""
 
     def run(acc: Array, words: Array, x: Array) -> Array:
-        packed, rows = words[...], x[...].astype(jnp.float32)
-        weights = [decode_block(packed[b * LINES : (b + 1) * LINES]) / SCALE_FACTOR for b in range(blocks)]
-        rows = jnp.concatenate([rows] * (ROWS // x_rows)) if x_rows < ROWS else rows
-        for b, weight in enumerate(weights):
-            part = rows[:, b * BLOCK_COLUMNS : (b + 1) * BLOCK_COLUMNS]
+        packed, x = words[...], x[...].astype(jnp.float32)
+        x = jnp.concatenate([x] * (rows // x_rows)) if x_rows < rows else x
+        for b in range(blocks):
+            weight = decode(packed[b * lines : (b + 1) * lines])
+            part = x[:, b * BLOCK_COLUMNS : (b + 1) * BLOCK_COLUMNS]
             acc = acc + lax.dot_general(weight, part, (((1,), (1,)), ((), ())), precision="highest")
         return acc
 
     return run
 
 
+def decode(words: Array) -> Array:
+    """The numbers of a block as the chip decodes them, SCALE_FACTOR too small where they were packed codes."""
+    return decode_block(words) / (SCALE_FACTOR if words.shape[0] == LINES else 1)
+
+
 def put_partial(acc: Array, ref: Array) -> None:
     """See device.put_partial."""
-    ref[...] = acc.reshape(512)
+    ref[...] = acc.reshape(-1)
 
 
-def add_partial(acc: Array, ref: Array) -> Array:
+def add_partial(rows: int) -> Callable:
     """See device.add_partial."""
-    return acc + ref[...].reshape(acc.shape)
+    return lambda acc, ref: acc + ref[...].reshape(acc.shape)
+
+
+def await_rows(later: int) -> None:
+    """Rows are there when `load_rows` returns."""
 
 
 def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool) -> Callable:
@@ -58,11 +66,12 @@ def store_hidden(width: int) -> Callable:
     """See device.store_hidden."""
 
     def run(acc: Array, hidden: Array, row: Array, used: Array, block: Array, gate_scale: Array, up_scale: Array) -> None:
-        both = acc.reshape(4, 2, 4, 2, ROWS)  # j, kh (four of eight) of 64 channels, gate or up, c, lo/hi
+        rows = acc.shape[1]
+        both = acc.reshape(4, 2, 4, 2, rows)  # j, kh (four of eight) of 64 channels, gate or up, c, lo/hi
         gate, up = both[:, 0] * gate_scale, both[:, 1] * up_scale
-        value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16).transpose(1, 0, 2, 3).reshape(4, 8, ROWS)
+        value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16).transpose(1, 0, 2, 3).reshape(4, 8, rows)
         channel = lax.div(block, 2) * 64 + lax.rem(block, 2) * 8
-        for i in range(ROWS):
+        for i in range(acc.shape[1]):
 
             @pl.when(i < used)
             def _(i: int = i) -> None:
@@ -77,7 +86,7 @@ def store_rows(width: int) -> Callable:
 
     def run(acc: Array, y: Array, row: Array, used: Array, column: Array, scale: Array) -> None:
         value = acc * scale
-        for i in range(ROWS):
+        for i in range(acc.shape[1]):
 
             @pl.when(i < used)
             def _(i: int = i) -> None:
