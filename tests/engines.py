@@ -1,6 +1,7 @@
 """Engines over the reference checkpoints. Weights and programs are shared, so that a process compiles each program once.
 
-Programs depend on a cache's shape: it is fixed but for the page size, and prompt chunks of up to 16 tokens are one bucket.
+Programs depend on a cache's shape: it is fixed but for the page size, and prompt chunks of up to 16 tokens are one bucket. Local
+page tables are as narrow as may be, so that prompts of 33 tokens and more go round them while they decode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from inkling_jax.engine.steps import Programs
 from inkling_jax.model import Inkling
 from inkling_jax.sharding.mesh import make_mesh
 
-SLOTS, CONTEXT, MAX_QUERY = 4, 512, 128
+SLOTS, CONTEXT = 4, 512
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
@@ -56,10 +57,10 @@ def model(directory: Path) -> Model:
     return Model(config, Programs(declared, mesh, jnp.float32), [arrays[path] for path in paths], paths, sharding)
 
 
-def cache_shape(page: int = 16, pages: int | None = None) -> CacheShape:
-    """Room for all slots at full context, or for `pages` pages a pool."""
+def cache_shape(page: int = 16, pages: int | None = None, max_query: int = 24) -> CacheShape:
+    """Room for all slots at full context, or for `pages` pages a pool; `max_query` 24 suits 16 tokens a chunk and 7 a call."""
     pages = SLOTS * CONTEXT // page if pages is None else pages
-    return CacheShape(SLOTS, page, pages, pages, CONTEXT, MAX_QUERY)
+    return CacheShape(SLOTS, page, pages, pages, CONTEXT, max_query)
 
 
 def engine(
@@ -72,9 +73,9 @@ def engine(
     leaves: list[jax.Array] | None = None,
 ) -> Engine:
     """A fresh engine that never samples media slots and stops where the checkpoint says."""
-    assert max(chunk, tokens_per_call * (ahead + 2)) <= MAX_QUERY
     shared = model(directory)
     config, shape = shared.config, shape or cache_shape()
+    assert max(chunk, tokens_per_call * (ahead + 2)) <= shape.max_query
     state = create_state(config.text, shape, jnp.float32, config.text.usable_vocab_size)
     assert isinstance(config.eos_token_id, int)
     return Engine(

@@ -56,7 +56,8 @@ def setting(oracle: Oracle, case: Case):
     """A fresh engine, what poisons it, the prompts and their continuations."""
     preset, page, chunk, calls, ahead = case
     directory, answers = oracle[0](preset), oracle[1](preset)
-    engine = engines.engine(directory, shape=engines.cache_shape(page), chunk=chunk, tokens_per_call=calls, ahead=ahead)
+    shape = engines.cache_shape(page, max_query=128 if page == 16 else 24)  # 24: local page tables are rings that go round
+    engine = engines.engine(directory, shape=shape, chunk=chunk, tokens_per_call=calls, ahead=ahead)
     poison = partial(engines.poison, local_layers=engines.model(directory).config.text.local_layers)
     prompts = [answers[f"len{n}.ids"].tolist() for n in LENGTHS]
     return engine, poison, prompts, [answers[f"len{n}.greedy"].tolist()[n:] for n in LENGTHS]

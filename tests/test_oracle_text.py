@@ -18,7 +18,8 @@ def lengths(answers: dict[str, np.ndarray]) -> list[int]:
 
 def evaluate(directory: Path, ids: np.ndarray, chunk: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits and trace of a prompt read in chunks."""
-    pieces = list(engines.engine(directory, chunk=chunk).evaluate(ids.tolist(), trace=True))
+    shape = engines.cache_shape(max_query=max(chunk, 24))
+    pieces = list(engines.engine(directory, chunk=chunk, shape=shape).evaluate(ids.tolist(), trace=True))
     assert [len(logits) for logits, _ in pieces[:-1]] == [chunk] * (len(pieces) - 1)
     tape = {name: np.concatenate([tape[name] for _, tape in pieces]) for name in pieces[0][1]}
     return np.concatenate([logits for logits, _ in pieces]), tape
@@ -70,6 +71,6 @@ def test_longest_prompt(preset: str, oracle_dir: Callable[..., Path], expected: 
     directory, answers = oracle_dir(preset), expected(preset)
     length = lengths(answers)[-1]
     assert length > engines.model(directory).config.text.global_attention.rel_extent
-    engine = engines.engine(directory, chunk=100, shape=engines.cache_shape(64))
+    engine = engines.engine(directory, chunk=100, shape=engines.cache_shape(64, max_query=100))
     found = [logits for logits, _ in engine.evaluate(answers[f"len{length}.ids"].tolist())]
     assert_close(np.concatenate(found), answers[f"len{length}.logits"])
