@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -26,10 +26,11 @@ from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.state import create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.expert_storage import kernels_refused, repack, use_kernels
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.model import Inkling, Packed
-from inkling_jax.random_weights import random_leaves
+from inkling_jax.random_weights import random_parameters
 from inkling_jax.sharding.mesh import make_mesh, parse_mesh
 from inkling_jax.sharding.rules import local_shape, partition_spec
 from inkling_jax.sources import find_source
@@ -90,12 +91,18 @@ def load_model(
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     stop_ids = resolve_stop_ids(None, directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
-    model = Inkling(config.text, plan.packed if plan else _packed(config), model_dtype)
-    _check_weights(model, sizes, device_mesh)
+    packed = plan.packed if plan else _packed(config)
+    stored = Inkling(config.text, packed, model_dtype)
+    _check_weights(stored, sizes, device_mesh)
+    refused = kernels_refused(config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes)
+    with_kernels = kernels == "auto" and refused is None
     itemsize = jnp.dtype(model_dtype).itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
     fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
-    leaves = _load_leaves(model, plan, device_mesh, sizes, model_dtype, seed, quiet)
+    model, parameters = stored, _load_parameters(stored, plan, device_mesh, model_dtype, seed, quiet)
+    if with_kernels:
+        model, parameters = use_kernels(Inkling(config.text, packed, model_dtype)), repack(parameters, device_mesh)
+    leaves = _in_order(model, parameters)
     shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)
     state = jax.eval_shape(lambda: create_state(config.text, shape, model_dtype, config.text.usable_vocab_size))
     shardings = jax.tree.map(lambda spec: NamedSharding(device_mesh, spec), state_specs(state))
@@ -113,23 +120,31 @@ def load_model(
         options=options,
     )
     if kernels == "auto":
-        logger.info("kernels: the reference path (plain XLA) runs on %s", device_mesh.devices.flat[0].device_kind)
+        logger.info("kernels: %s", "expert products for Hopper" if with_kernels else f"the reference path (plain XLA): {refused}")
     summary = _summary(config, leaves, shape, itemsize, sizes, device_mesh, model_dtype)
     logger.info("%s", summary)
     return Loaded(config, engine, tokenizer, directory, summary)
 
 
-def _load_leaves(
-    model: Inkling, plan: WeightPlan | None, mesh: Mesh, sizes: Mapping[str, int], dtype: jnp.dtype, seed: int, quiet: bool
-) -> list[jax.Array]:
-    """The model's parameters on the mesh, in the order of its flat state."""
+def _load_parameters(
+    model: Inkling, plan: WeightPlan | None, mesh: Mesh, dtype: jnp.dtype, seed: int, quiet: bool
+) -> Iterator[tuple[str, jax.Array]]:
+    """The model's parameters on the mesh, one by one, each with its path."""
     if plan is None:
-        return random_leaves(model, mesh=mesh, seed=seed)
+        yield from random_parameters(model, mesh=mesh, seed=seed)
+        return
     flat = nnx.to_flat_state(nnx.state(model))
     shardings = {".".join(map(str, path)): NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat}
     with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
-        arrays = load_parameters(plan, dtype=dtype, device=shardings, progress=progress)
-    return [arrays[path] for path in shardings]
+        for path, source in plan.parameters.items():
+            one = dataclasses.replace(plan, parameters={path: source})
+            yield from load_parameters(one, dtype=dtype, device=shardings, progress=progress).items()
+
+
+def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> list[jax.Array]:
+    """Parameters as the model's flat state orders them."""
+    arrays = dict(parameters)
+    return [jax.block_until_ready(arrays[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(nnx.state(model))]
 
 
 def _packed(config: ModelConfig) -> Packed:

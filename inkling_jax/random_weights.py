@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +53,21 @@ def random_leaves(
     lie on the default device: what a benchmark of one rank needs. With neither they lie on the default device, whole.
     Raises ConfigError naming the parameter where a dimension does not divide.
     """
+    return jax.block_until_ready([array for _, array in random_parameters(model, mesh=mesh, sizes=sizes, seed=seed)])
+
+
+def random_parameters(
+    model: Inkling, *, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None, seed: int = 0
+) -> Iterator[tuple[str, Array]]:
+    """The same one by one, each with its path."""
     if mesh is not None:
         local_leaves(model, mesh.shape)
     flat = _parameters(model)
     shapes = {path: leaf.get_value().shape for path, leaf in flat.items()}
-    leaves = []
     for path, local in local_leaves(model, sizes or {}).items():
         sharding = NamedSharding(mesh, partition_spec(flat[path].axes)) if mesh is not None else None
         moments = _moments(path, shapes, model.logits_divisor)
-        leaves.append(random_array(path, local.shape, local.dtype, *moments, seed=seed, sharding=sharding))
-    return jax.block_until_ready(leaves)
+        yield path, random_array(path, local.shape, local.dtype, *moments, seed=seed, sharding=sharding)
 
 
 def random_array(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from inkling_jax.engine.sampler import SamplerState
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs
 from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.expert_storage import kernels_refused, repack, use_kernels
 from inkling_jax.model import Inkling
-from inkling_jax.random_weights import local_leaves, packed_experts, random_array, random_leaves
+from inkling_jax.random_weights import local_leaves, packed_experts, random_array, random_leaves, random_parameters
 from inkling_jax.sharding.mesh import make_mesh, parse_mesh
 
 DTYPE = jnp.bfloat16  # of the releases
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Shard:
     mesh: str  # such as "tensor=8"
     config: TextConfig
     sizes: dict[str, int]  # of that mesh
+    kernels: bool = False  # expert weights as the kernels want them
 
     @functools.cached_property
     def model(self) -> Inkling:
@@ -42,11 +47,21 @@ class Shard:
     @functools.cached_property
     def programs(self) -> Programs:
         """The engine's programs, on one device."""
-        return Programs(self.model, make_mesh(), DTYPE)
+        return Programs(self._model_that_runs, make_mesh(), DTYPE)
+
+    @functools.cached_property
+    def _model_that_runs(self) -> Inkling:
+        model = Inkling(self.config, packed_experts(self.config), DTYPE)
+        return use_kernels(model) if self.kernels else model
+
+    @property
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the parameters that programs take."""
+        return list(local_leaves(self._model_that_runs, self.sizes).values())
 
     @functools.cached_property
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of this rank's parameters by path."""
+        """Shapes of this rank's parameters by path, as stored."""
         return local_leaves(self.model, self.sizes)
 
     @property
@@ -56,7 +71,10 @@ class Shard:
 
     def random_leaves(self) -> list[jax.Array]:
         """This rank's parameters on the device."""
-        return random_leaves(self.model, sizes=self.sizes)
+        if not self.kernels:
+            return random_leaves(self.model, sizes=self.sizes)
+        made = dict(repack(random_parameters(self.model, sizes=self.sizes)))
+        return [made[path] for path in local_leaves(self._model_that_runs, self.sizes)]
 
     def abstract_state(self, shape: CacheShape) -> EngineState:
         """The engine's state for this rank, without memory."""
@@ -102,10 +120,11 @@ class Shard:
             )
 
 
-def open_shard(source: str, rank_of: str, layers: int | None) -> Shard:
+def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "auto") -> Shard:
     """The shard of a preset or of the shape in a checkpoint directory (its tensors are not read), cut to its first `layers`.
 
-    `rank_of` names the mesh, such as "tensor=8". Raises ConfigError for what does not divide over it, InputError for bad values.
+    `rank_of` names the mesh, such as "tensor=8". kernels: "auto" or "reference". Raises ConfigError for what does not divide over
+    the mesh, InputError for bad values.
     """
     directory = Path(source)
     config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
@@ -118,8 +137,11 @@ def open_shard(source: str, rank_of: str, layers: int | None) -> Shard:
         local, dense = config.local_layers[:layers], config.dense_layers[:layers]
         config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
         name += f" layers={layers}"
-    shard = Shard(name, mesh, config, sizes)
+    refused = kernels_refused(config, DTYPE, jax.devices()[0].device_kind, sizes)
+    shard = Shard(name, mesh, config, sizes, kernels == "auto" and refused is None)
     shard.abstract_state(shard.cache_shape(1, 1, 1, 1))  # with the parameters, all that must divide
+    if kernels == "auto":
+        logger.info("kernels: %s", "expert products for Hopper" if shard.kernels else f"the reference path: {refused}")
     return shard
 
 

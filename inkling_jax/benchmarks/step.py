@@ -96,7 +96,7 @@ class Stepper:
 def run(args: argparse.Namespace) -> int:
     """Measure every case, keep its row at once, and print them all."""
     device = jax.devices()[0]
-    shard = open_shard(args.model or args.preset, args.rank_of, args.layers)
+    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels)
     cases = list_cases(args, shard)
     for case in cases:
         shard.check_memory(shard.abstract_state(_shape(shard, case)), device)
@@ -166,7 +166,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         f"{shard.name} {case}",
         case.phase,
         device,
-        kernels="reference",
+        kernels="experts" if shard.kernels else "reference",
         time_us=statistics.median(seconds) * 1e6 / case.steps,
         bound_us=bound * 1e6,
         batch=case.batch,
@@ -208,7 +208,7 @@ def _shape(shard: Shard, case: Case) -> CacheShape:
 
 
 def _lower(shard: Shard, case: Case) -> Any:
-    arguments = (list(shard.leaves.values()), shard.abstract_state(_shape(shard, case)), _inputs(case))
+    arguments = (shard.arguments, shard.abstract_state(_shape(shard, case)), _inputs(case))
     if case.phase == "prefill":
         return shard.programs.prefill.lower(*arguments, context=case.context, sampling=GREEDY)
     return shard.programs.decode.lower(*arguments, context=case.context, sampling=GREEDY, steps=case.steps)

@@ -8,12 +8,16 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from inkling_jax.config import TextConfig
-from inkling_jax.kernels.expert_matmul import Nvfp4, expert_matmul
+from inkling_jax.kernels.expert_matmul import Nvfp4, Packed, expert_matmul
+from inkling_jax.kernels.expert_matmul.pack import packed_shape
 from inkling_jax.layers.mlp import SharedExperts
 from inkling_jax.layers.param import param
 from inkling_jax.layers.router import Router
 from inkling_jax.sharding.collectives import first_local_expert, sum_over_model
 from inkling_jax.sharding.rules import Axes
+
+ExpertWeight = jax.Array | Nvfp4 | Packed
+W13_AXES, W2_AXES = ("experts", None, "expert_ffn", None), ("experts", None, "expert_ffn")
 
 
 class PackedWeight(nnx.Module):
@@ -29,22 +33,39 @@ class PackedWeight(nnx.Module):
         return Nvfp4(self.values[...], self.scale[...], self.scale2[...])
 
 
+class KernelWeight(nnx.Module):
+    """A weight of shape [E, O, I] or [E, 2, F, I] in the order of the Hopper kernels; `packed`: of NVFP4, else of bfloat16."""
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes, packed: bool):
+        rows, columns = axes[-2:]
+        self.words = param(packed_shape(shape, packed), jnp.int32, (axes[0], rows, columns, None, None))
+        self.scale2 = param(shape[:-2], jnp.float32, axes[:-2])
+
+    def __call__(self) -> Packed:
+        return Packed(self.words[...], self.scale2[...])
+
+
 def _weight(shape: tuple[int, ...], axes: Axes, packed: bool, dtype: jnp.dtype) -> PackedWeight | nnx.Param:
     return PackedWeight(shape, axes) if packed else param(shape, dtype, axes)
 
 
 class RoutedExperts(nnx.Module):
-    """w13 [E, 2, F, D] and w2 [E, D, F] of the experts that this rank holds; each is an array or a PackedWeight."""
+    """w13 [E, 2, F, D] and w2 [E, D, F] of the experts of this rank, each an array, a PackedWeight or a KernelWeight."""
 
     def __init__(self, config: TextConfig, packed: frozenset[str], dtype: jnp.dtype):
         experts, width, model = config.num_experts, config.expert_width, config.hidden_size
-        w13, w2 = (experts, 2, width, model), (experts, model, width)
-        self.w13 = _weight(w13, ("experts", None, "expert_ffn", None), "w13" in packed, dtype)
-        self.w2 = _weight(w2, ("experts", None, "expert_ffn"), "w2" in packed, dtype)
+        self.w13_shape, self.w2_shape = (experts, 2, width, model), (experts, model, width)
+        self.w13 = _weight(self.w13_shape, W13_AXES, "w13" in packed, dtype)
+        self.w2 = _weight(self.w2_shape, W2_AXES, "w2" in packed, dtype)
 
-    def __call__(self) -> tuple[jax.Array | Nvfp4, jax.Array | Nvfp4]:
-        w13, w2 = (w() if isinstance(w, PackedWeight) else w[...] for w in (self.w13, self.w2))
+    def __call__(self) -> tuple[ExpertWeight, ExpertWeight]:
+        w13, w2 = (w[...] if isinstance(w, nnx.Param) else w() for w in (self.w13, self.w2))
         return w13, w2
+
+    def use_kernels(self) -> None:
+        """Hold both weights, whatever they were, in the order of the kernels from now on."""
+        self.w13 = KernelWeight(self.w13_shape, W13_AXES, isinstance(self.w13, PackedWeight))
+        self.w2 = KernelWeight(self.w2_shape, W2_AXES, isinstance(self.w2, PackedWeight))
 
 
 class SparseMLP(nnx.Module):
@@ -54,6 +75,7 @@ class SparseMLP(nnx.Module):
         self.router = Router(config, dtype)
         self.experts = RoutedExperts(config, packed, dtype)
         self.shared = SharedExperts(config, dtype)
+        self.num_experts = config.num_experts
 
     def __call__(
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None
@@ -65,7 +87,7 @@ class SparseMLP(nnx.Module):
             tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in (experts, weights))
             tape["shared"] = shared
         w13, w2 = self.experts()
-        held = w13.values.shape[0] if isinstance(w13, Nvfp4) else w13.shape[0]
+        held = jax.tree.leaves(w13)[0].shape[0]
         local = jnp.where(valid[:, None], experts - first_local_expert(held), held)  # out of range: not ours, not read
-        routed = expert_matmul(x, local, weights, w13, w2)
+        routed = expert_matmul(x, local, weights, w13, w2, self.num_experts)
         return sum_over_model((routed.astype(jnp.float32) + self.shared(x, shared)).astype(x.dtype))

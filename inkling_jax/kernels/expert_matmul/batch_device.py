@@ -1,5 +1,5 @@
-"""What one warpgroup does in the kernel for many rows an expert, beside what `device` holds: weights to tensor-core fragments, and
-tiles out of them.
+"""What one warpgroup does in the kernel for many rows an expert, beside what `device` holds: tiles of products, and what becomes
+of them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ fragment.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -64,26 +65,45 @@ def fits(rows: int, columns: int) -> bool:
     return rows % BLOCK_ROWS == 0 and columns % BLOCK_COLUMNS == 0
 
 
+def packed_shape(shape: tuple[int, ...], codes: bool) -> tuple[int, ...]:
+    """Of the words of weights [E, O, I] or [E, 2, F, I], NVFP4 or bfloat16."""
+    experts, *rows, columns = shape
+    return experts, math.prod(rows) // BLOCK_ROWS, columns // BLOCK_COLUMNS, LINES if codes else BF16_LINES, 128
+
+
 def pack(weight: Nvfp4 | Array, name: str) -> Packed:
     """Rearrange the weights [E, O, I] or [E, 2, F, I] of experts, each independent of the others; `name` is for messages.
 
-    O (or F) must be in blocks of 64 rows and I of 128 columns: CheckpointError, and so is a block scale that is NaN or
+    Raises what `check` does.
+    """
+    check(weight, name)
+    scale2 = weight.scale2 if isinstance(weight, Nvfp4) else jnp.ones(weight.shape[:-2], jnp.float32)
+    return Packed(arrange(weight), scale2)
+
+
+def check(weight: Nvfp4 | Array, name: str) -> None:
+    """O (or F) must be in blocks of 64 rows and I of 128 columns: CheckpointError, and so is a block scale that is NaN or
     negative, or an array that is not bfloat16.
     """
-    shape = weight.shape if not isinstance(weight, Nvfp4) else (*weight.values.shape[:-1], weight.values.shape[-1] * 2)
-    if not fits(*shape[-2:]):
-        raise CheckpointError(
-            f"{name}: {shape[-2]} x {shape[-1]} is not in blocks of {BLOCK_ROWS} rows and {BLOCK_COLUMNS} columns"
-        )
+    if isinstance(weight, Nvfp4):
+        rows, columns = weight.values.shape[-2], weight.values.shape[-1] * 2
+    else:
+        rows, columns = weight.shape[-2:]
+    if not fits(rows, columns):
+        raise CheckpointError(f"{name}: {rows} x {columns} is not in blocks of {BLOCK_ROWS} rows and {BLOCK_COLUMNS} columns")
     if not isinstance(weight, Nvfp4):
         if weight.dtype != jnp.bfloat16:
             raise CheckpointError(f"{name}: the kernels take weights of bfloat16, not {weight.dtype}")
-        return Packed(pack_bfloat16(weight), jnp.ones(shape[:-2], jnp.float32))
+        return
     worst = int(_largest_byte(weight.scale))
     if worst >= _NAN_BYTE:
         kind = "NaN" if worst & 0x7F == _NAN_BYTE else "negative"
         raise CheckpointError(f"{name}: a block scale is {kind} (byte 0x{worst:02X}); expected 0x00 to 0x7E")
-    return Packed(pack_words(weight.values, weight.scale), weight.scale2)
+
+
+def arrange(weight: Nvfp4 | Array) -> Int32[Array, "E O/64 I/128 lines 128"]:
+    """The words of `pack`, without its checks; one expert at a time, so that temporaries stay small."""
+    return pack_words(weight.values, weight.scale) if isinstance(weight, Nvfp4) else pack_bfloat16(weight)
 
 
 def unpack(weight: Packed) -> Nvfp4 | Array:
@@ -123,7 +143,7 @@ def unpack_bfloat16(words: Int32[Array, "E O/64 I/128 32 128"], paired: bool) ->
 
 @jax.jit
 def pack_words(values: UInt8[Array, "E *rows I/2"], scale: Float[Array, "E *rows I/16"]) -> Int32[Array, "E O/64 I/128 9 128"]:
-    """The words of `pack`, without its checks; one expert at a time, so that temporaries stay small."""
+    """The words of packed codes and their scales."""
     return jax.lax.map(lambda one: _pack_expert(*one), (values, scale))
 
 

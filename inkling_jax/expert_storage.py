@@ -1,0 +1,89 @@
+"""Expert weights in the order of the Hopper kernels: whether a model can have them so, and the change, one weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from inkling_jax.config import TextConfig
+from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4
+from inkling_jax.kernels.expert_matmul.pack import arrange, check
+from inkling_jax.layers.experts import W2_AXES, W13_AXES
+from inkling_jax.layers.mlp import DenseMLP
+from inkling_jax.model import Inkling
+from inkling_jax.sharding.rules import RULES, partition_spec
+
+HOPPER = ("H100", "H200", "GH200", "H800", "H20")
+_AXES = {"w13": W13_AXES, "w2": W2_AXES}
+
+
+def kernels_refused(config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int]) -> str | None:
+    """Why the expert kernels cannot run this model on a mesh of such devices with such axis sizes; None where they can."""
+    if not any(kind in device_kind for kind in HOPPER):
+        return f"{device_kind} is not a Hopper GPU"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
+    from inkling_jax.kernels.expert_matmul.sm90 import supported
+
+    hidden = config.expert_width
+    for axis in RULES["expert_ffn"]:
+        hidden //= sizes.get(axis, 1)
+    if not supported(config.hidden_size, hidden):
+        return f"experts of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
+    return None
+
+
+def use_kernels(model: Inkling) -> Inkling:
+    """`model`, its expert weights declared in the order of the kernels."""
+    for layer in model.layers:
+        if not isinstance(layer.mlp, DenseMLP):
+            layer.mlp.experts.use_kernels()
+    return model
+
+
+def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None) -> Iterator[tuple[str, jax.Array]]:
+    """The parameters of a model as those of `use_kernels` of it, each expert weight as soon as all its parts have come.
+
+    What they came from is deleted, so memory peaks at one weight more. `mesh`: over which they are spread.
+    Raises CheckpointError, naming the parameter, for block scales that are NaN or negative.
+    """
+    parts: dict[str, dict[str, jax.Array]] = {}
+    for path, array in parameters:
+        weight, _, part = path.rpartition(".")
+        if weight.endswith(".experts") and part in _AXES:
+            yield from _repacked(path, array, mesh)
+        elif weight.rpartition(".")[2] in _AXES and ".experts." in weight:
+            found = parts.setdefault(weight, {})
+            found[part] = array
+            if len(found) == len(Nvfp4._fields):
+                yield from _repacked(weight, Nvfp4(**parts.pop(weight)), mesh)
+        else:
+            yield path, array
+
+
+def _repacked(path: str, weight: Nvfp4 | jax.Array, mesh: Mesh | None) -> Iterator[tuple[str, jax.Array]]:
+    check(weight, path)
+    axes = _AXES[path.rpartition(".")[2]]
+    scale_spec = partition_spec(axes[:-2])
+    pack = arrange
+    if mesh is not None:
+        whole = partition_spec(axes)
+        given = Nvfp4(whole, whole, scale_spec) if isinstance(weight, Nvfp4) else whole
+        result = partition_spec((axes[0], *axes[-2:], None, None))
+        pack = jax.jit(jax.shard_map(arrange, mesh=mesh, in_specs=(given,), out_specs=result, check_vma=False))
+    words = jax.block_until_ready(pack(weight))
+    yield f"{path}.words", words
+    if isinstance(weight, Nvfp4):
+        yield f"{path}.scale2", weight.scale2
+        weight.values.delete()
+        weight.scale.delete()
+    else:
+        yield f"{path}.scale2", _ones(weight.shape[:-2], mesh, scale_spec)
+        weight.delete()
+
+
+def _ones(shape: tuple[int, ...], mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
+    return jnp.ones(shape, jnp.float32, device=None if mesh is None else jax.NamedSharding(mesh, spec))
