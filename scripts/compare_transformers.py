@@ -60,6 +60,8 @@ def main() -> None:
         start = time.perf_counter()
         rival = run_rival(directory, Path(folder), prompts, chosen)
         say(f"Transformers {rival['transformers']}, PyTorch {rival['torch']}, experts {rival['experts']!r}: all it does", start)
+        for step in rival["steps"]:
+            print(f"Transformers, batch {step['batch']}: {1e3 * step['seconds']:.2f} ms a step, {step['how']}", flush=True)
         rows, failures = compare(directory, prompts, chosen, rival)
     if options.output:
         save_rows(options.output, rows)
@@ -107,14 +109,14 @@ def compare(directory: Path, prompts: np.ndarray, chosen: Size, rival: dict[str,
         llm, load = load_measured(directory, dtype, chosen, plan)
         failures += load.pop("failures")
         with llm:
+            if dtype == "bfloat16":
+                seconds = {batch: step_seconds(llm, prompts, batch, chosen.new_tokens) for batch in BATCHES}
+                loaded = load
             start = time.perf_counter()
             found = np.stack([llm.score(prompt.tolist()) for prompt in prompts])
             say(f"{dtype} logits, compilation included", start)
             errors[dtype] = relative(found, right)
-            if dtype == "bfloat16":
-                seconds = {batch: step_seconds(llm, prompts, batch, chosen.new_tokens) for batch in BATCHES}
-                loaded = load
-            else:
+            if dtype == "float32":
                 failures += check_float32(found, right, rival["margins"])
     errors["rival"] = relative(rival["logits bfloat16"], right)
     print(f"logits against those of Transformers in float32: ours in float32 {errors['float32']:.1e}, in bfloat16", end=" ")
@@ -189,9 +191,13 @@ def step_seconds(llm: LLM, prompts: np.ndarray, batch: int, new_tokens: int) -> 
         assert all(len(completion.token_ids) == tokens for completion in done)
         return time.perf_counter() - start
 
+    start = time.perf_counter()
     seconds(16)
+    say(f"batch {batch}: compiled", start)
     first = min(seconds(1) for _ in range(3))
-    return (min(seconds(1 + new_tokens) for _ in range(3)) - first) / new_tokens
+    step = (min(seconds(1 + new_tokens) for _ in range(3)) - first) / new_tokens
+    say(f"ours, batch {batch}: {1e3 * step:.2f} ms a step, {batch / step:.0f} tokens/s; with compiling and warming up", start)
+    return step
 
 
 def step_rows(

@@ -65,7 +65,7 @@ def row(
     found: Mapping[str, float],
     ceiling: ReadCeiling,
 ) -> Row:
-    """What `distances` found as a result row. Its time is that of scoring the longest prompt, everything compiled."""
+    """What `distances` found as a result row. Its time is that of tracing the longest prompt, everything compiled."""
     ids = max((answers[name] for name in answers if name.endswith(".ids")), key=len).tolist()
     leaves = WeightPlan.build(llm.config, Checkpoint.open(directory)).abstract(dtype)
     traffic = step_traffic(leaves, llm.config.text, {}, rows=1, queries=len(ids), contexts=range(len(ids), len(ids) + 1))
@@ -75,7 +75,7 @@ def row(
         "prefill",
         jax.devices()[0],
         kernels=KERNELS,
-        time_us=best_seconds(lambda: llm.score(ids)) * 1e6,
+        time_us=best_seconds(lambda: list(llm.engine.evaluate(ids, trace=True))) * 1e6,
         bound_us=traffic.bytes / ceiling.bytes_per_second * 1e6,
         tokens=len(ids),
         rel_err=found["logits"],

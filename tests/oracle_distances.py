@@ -14,7 +14,7 @@ from inkling_jax.llm import LLM
 KERNELS = "reference"
 # Prompt tokens a step and tokens a page. A chunk bounds the number of programs, since each bucket of lengths has one; that of
 # `tiny` takes its prompts in many pieces, and its pages are freed behind its window of 16.
-SETTINGS = {"tiny": (16, 16), "wide": (64, 32), "gpu": (128, 64)}
+SETTINGS = {"tiny": (16, 16), "wide": (32, 32), "gpu": (32, 64)}
 
 
 def open_set(preset: str, directory: Path, dtype: str) -> LLM:
@@ -33,10 +33,12 @@ def distances(llm: LLM, answers: Mapping[str, np.ndarray]) -> dict[str, Any]:
     layers routed otherwise.
     """
     prompts = sorted(name.removesuffix(".ids") for name in answers if name.startswith("len") and name.endswith(".ids"))
-    found = np.concatenate([llm.score(answers[f"{name}.ids"].tolist()) for name in prompts])
+    # all by the program that traces, so that no second one need be compiled
+    scored = {name: list(llm.engine.evaluate(answers[f"{name}.ids"].tolist(), trace=True)) for name in prompts}
+    found = np.concatenate([logits for name in prompts for logits, _ in scored[name]])
     right = np.concatenate([answers[f"{name}.logits"] for name in prompts])
     by_token = np.linalg.norm(found - right, axis=1) / np.linalg.norm(right, axis=1)
-    trace = llm.trace(answers["len33.ids"].tolist())
+    trace = {key: np.concatenate([tape[key] for _, tape in scored["len33"]]) for key in scored["len33"][0][1]}
     inside = {name.removeprefix("len33."): value for name, value in answers.items() if name.startswith("len33.")}
     layers = [name.removesuffix(".experts") for name in inside if name.endswith(".experts")]
     alike = {layer: (trace[f"{layer}.experts"] == inside[f"{layer}.experts"]).all(1) for layer in layers}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from checkpoint_files import Tensors, micro_checkpoint, plan_of
 
+from inkling_jax.convert import load
 from inkling_jax.convert.load import load_parameters
 from inkling_jax.convert.progress import Progress
 
@@ -89,6 +90,15 @@ def test_no_host_copy_and_no_stored_copy_outlives_its_turn(tmp_path: Path, monke
     assert len(hosts) == len(parameters)
     cast = [host() for host, path in zip(hosts, parameters, strict=True) if path in MODEL_DTYPE]
     assert len(cast) == len(MODEL_DTYPE) and all(host is None for host in cast)
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 5), (8, 6), (1, 40), (40,)])
+def test_a_transfer_in_slices_is_the_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """Slices that divide the first axis, that do not, and rows larger than a slice."""
+    monkeypatch.setattr(load, "SLICE_BYTES", 64)
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    placed = load._transfer_slices(array, CPU)
+    assert placed.devices() == {CPU} and np.array_equal(placed, array)
 
 
 MEMORY = """

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from inkling_jax.convert.progress import Progress
 from inkling_jax.convert.weight_map import WeightPlan
+
+SLICE_BYTES = 1 << 24  # of a large tensor that are on their way to a device at once
 
 
 def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
@@ -28,10 +33,35 @@ def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Prog
 
 def _place(plan: WeightPlan, path: str, wanted: jax.ShapeDtypeStruct, device: Any) -> jax.Array:
     """One parameter, transferred as stored (half the bytes of a cast one) and waited for, so that its host copy can go."""
-    stored = jax.block_until_ready(jax.device_put(plan.assemble(path), device))
+    stored = _transfer(plan.assemble(path), device)
     if stored.dtype == wanted.dtype:
         return stored
     # Donating would not help, since a buffer of another width cannot be reused: drop it as soon as the cast is done.
     cast = jax.block_until_ready(jax.lax.convert_element_type(stored, wanted.dtype))
     stored.delete()
     return cast
+
+
+def _transfer(array: np.ndarray, device: Any) -> jax.Array:
+    """The array on its device. Onto a single one that is not the CPU a large array goes slice by slice: a transfer is staged
+    through pinned host memory that is kept for the next, so a whole tensor at once would cost its size twice more."""
+    devices = getattr(device, "device_set", {device})
+    if array.nbytes <= SLICE_BYTES or len(devices) > 1 or next(iter(devices)).platform == "cpu":
+        return jax.block_until_ready(jax.device_put(array, device))
+    return _transfer_slices(array, device)
+
+
+def _transfer_slices(array: np.ndarray, device: Any) -> jax.Array:
+    """The array, filled in on the device in slices of its first axis; the last one overlaps the one before where it must."""
+    length = len(array)
+    rows = min(length, max(1, SLICE_BYTES // (array.nbytes // length)))
+    whole = jnp.zeros(array.shape, array.dtype, device=device)
+    for start in range(0, length, rows):
+        start = min(start, length - rows)
+        whole = jax.block_until_ready(_fill(whole, jax.device_put(array[start : start + rows], device), start))
+    return whole
+
+
+@partial(jax.jit, donate_argnums=0)
+def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)

@@ -203,7 +203,8 @@ class Engine:
     def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
         chunk, context = self._chunk(parts)
         ending = [s for s, _, end in parts if end == s.prompt_length]
-        sampling = self._sampling([s for s, _, _ in parts])  # of all, so that a request needs one program for all its chunks
+        # where a prompt ends, the settings of all count, so that a request does not need a program for each company it has
+        sampling = self._sampling([s for s, _, _ in parts]) if ending else None
         sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=sampling)
         for sequence in ending:
             sequence.dispatched = 1

@@ -61,7 +61,7 @@ class Sampled:
     """One token for each of B rows; rows that are not `emitted` were idle and the rest of their fields is meaningless."""
 
     emitted: Bool[Array, " B"]
-    result: SampleResult
+    result: SampleResult  # None in a step that samples nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +113,19 @@ class Programs:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
     def _prefill(
-        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling
+        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling | None
     ) -> tuple[Sampled, EngineState]:
-        """Append a chunk; rows whose prompt ends in it sample a token, [1, B], and, unless that ends them, become live."""
+        """Append a chunk; rows whose prompt ends in it sample a token, [1, B], and, unless that ends them, become live.
+
+        `sampling` None: no prompt ends here, and the head, a large read, is left out.
+        """
         model, ragged = self._model(leaves), chunk.ragged()
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context)
-        last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
         state = dataclasses.replace(state, cache=cache)
-        rows = z[last_token]
-        absent = jax.eval_shape(model.logits, rows)
-        logits = jax.lax.cond(  # most chunks of a long prompt end no row, and the head is a large read
-            chunk.last.any(), model.logits, lambda _: jnp.zeros(absent.shape, absent.dtype), rows
-        )
-        sampled, state = _sample(logits, state, ragged, chunk.last, sampling)
+        if sampling is None:
+            return Sampled(jnp.zeros_like(chunk.last)[None], None), state  # pyright: ignore[reportArgumentType]
+        last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
+        sampled, state = _sample(model.logits(z[last_token]), state, ragged, chunk.last, sampling)
         return jax.tree.map(lambda a: a[None], sampled), state
 
     def _decode(
