@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from inkling_jax.config import TextConfig
+from inkling_jax.errors import InputError
 from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4
 from inkling_jax.kernels.expert_matmul.pack import arrange, check
 from inkling_jax.layers.experts import W2_AXES, W13_AXES
@@ -16,8 +18,27 @@ from inkling_jax.layers.mlp import DenseMLP
 from inkling_jax.model import Inkling
 from inkling_jax.sharding.rules import RULES, partition_spec
 
+KERNELS = ("auto", "reference", "sm90")
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
+logger = logging.getLogger(__name__)
 _AXES = {"w13": W13_AXES, "w2": W2_AXES}
+
+
+def choose_kernels(kernels: str, config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int]) -> bool:
+    """Whether expert products are to run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" what is known to be best.
+
+    That is the reference until the kernels' answers and times in a whole model are on record. What is asked for by name never
+    falls back: InputError says why it cannot run here.
+    """
+    if kernels not in KERNELS:
+        raise InputError(f"kernels={kernels!r}: expected one of {', '.join(KERNELS)}")
+    refused = kernels_refused(config, dtype, device_kind, sizes)
+    if kernels == "sm90" and refused is not None:
+        raise InputError(f"kernels='sm90': {refused}")
+    if kernels == "auto":
+        reason = refused or "those for Hopper are on trial, kernels='sm90' asks for them"
+        logger.info("kernels: the reference path (plain XLA): %s", reason)
+    return kernels == "sm90"
 
 
 def kernels_refused(config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int]) -> str | None:

@@ -122,7 +122,12 @@ def _add_model_options(parser: Parser) -> None:
     group.add_argument(
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
     )
-    group.add_argument("--kernels", choices=("auto", "reference"), default="auto", help="reference: plain JAX (default auto)")
+    group.add_argument(
+        "--kernels",
+        choices=("auto", "reference", "sm90"),
+        default="auto",
+        help="reference: plain JAX; sm90: Hopper's, on trial (default auto)",
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:

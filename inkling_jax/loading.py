@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -18,19 +19,19 @@ from jax.sharding import Mesh, NamedSharding
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
 from inkling_jax.config import ModelConfig, preset
-from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.load import stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import Engine, EngineOptions
-from inkling_jax.engine.state import create_state
+from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import CapacityError, InputError
-from inkling_jax.expert_storage import kernels_refused, repack, use_kernels
+from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
-from inkling_jax.model import Inkling, Packed
-from inkling_jax.random_weights import random_parameters
+from inkling_jax.model import Inkling
+from inkling_jax.random_weights import packed_experts, random_parameters
 from inkling_jax.sharding.mesh import make_mesh, parse_mesh
 from inkling_jax.sharding.rules import local_shape, partition_spec
 from inkling_jax.sources import find_source
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 WORKSPACE_SHARE = 0.08  # of a GPU's memory, left for what a step computes on its way
-FIRST_PACKED_LAYER = 3  # of the releases (spec 7.4); random weights follow it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,12 @@ def load_model(
     weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
     configuration's. mesh: axis sizes, or text such as "tensor=2". max_context: longest sequence; default what memory holds.
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
-    on a CPU). kernels: "auto" or "reference". slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a
-    step. tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
+    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". slots: sequences at once. page_size:
+    tokens a cache page. chunk: prompt tokens a step. tokens_per_call: decode steps a host call. ahead: calls dispatched before
+    the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = _check_options(chunk, tokens_per_call, ahead, slots, kernels)
+    options = _check_options(chunk, tokens_per_call, ahead, slots)
     found = find_source(os.fspath(source), weights)
     directory = found if isinstance(found, Path) else None
     config = ModelConfig.from_directory(directory) if directory else preset(str(found))
@@ -91,54 +92,51 @@ def load_model(
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     stop_ids = resolve_stop_ids(None, directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
-    packed = plan.packed if plan else _packed(config)
-    stored = Inkling(config.text, packed, model_dtype)
-    _check_weights(stored, sizes, device_mesh)
-    refused = kernels_refused(config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes)
-    with_kernels = kernels == "auto" and refused is None
+    with_kernels = choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes)
     itemsize = jnp.dtype(model_dtype).itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
+    packed = plan.packed if plan else packed_experts(config.text)
+    model = Inkling(config.text, packed, model_dtype)
+    _check_weights(model, sizes, device_mesh)
     fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
-    model, parameters = stored, _load_parameters(stored, plan, device_mesh, model_dtype, seed, quiet)
+    parameters = _parameters(model, plan, device_mesh, model_dtype, seed, quiet)
     if with_kernels:
         model, parameters = use_kernels(Inkling(config.text, packed, model_dtype)), repack(parameters, device_mesh)
     leaves = _in_order(model, parameters)
     shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)
-    state = jax.eval_shape(lambda: create_state(config.text, shape, model_dtype, config.text.usable_vocab_size))
-    shardings = jax.tree.map(lambda spec: NamedSharding(device_mesh, spec), state_specs(state))
-    create = jax.jit(
-        lambda: create_state(config.text, shape, model_dtype, config.text.usable_vocab_size), out_shardings=shardings
-    )
     engine = Engine(
         Programs(model, device_mesh, model_dtype),
         leaves,
-        create(),
+        _create_state(config, shape, model_dtype, device_mesh),
         config.text,
         shape,
         banned=_media_slots(config, tokenizer),
         default_stop_ids=stop_ids,
         options=options,
     )
-    if kernels == "auto":
-        logger.info("kernels: %s", "expert products for Hopper" if with_kernels else f"the reference path (plain XLA): {refused}")
     summary = _summary(config, leaves, shape, itemsize, sizes, device_mesh, model_dtype)
     logger.info("%s", summary)
     return Loaded(config, engine, tokenizer, directory, summary)
 
 
-def _load_parameters(
+def _parameters(
     model: Inkling, plan: WeightPlan | None, mesh: Mesh, dtype: jnp.dtype, seed: int, quiet: bool
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The model's parameters on the mesh, one by one, each with its path."""
+    """The model's parameters on the mesh, one by one, each with its path: read as planned, or random without a plan."""
     if plan is None:
         yield from random_parameters(model, mesh=mesh, seed=seed)
         return
     flat = nnx.to_flat_state(nnx.state(model))
     shardings = {".".join(map(str, path)): NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat}
     with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
-        for path, source in plan.parameters.items():
-            one = dataclasses.replace(plan, parameters={path: source})
-            yield from load_parameters(one, dtype=dtype, device=shardings, progress=progress).items()
+        yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
+
+
+def _create_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> EngineState:
+    """An empty state, made where it belongs."""
+    create = functools.partial(create_state, config.text, shape, dtype, config.text.usable_vocab_size)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(jax.eval_shape(create)))
+    return jax.jit(create, out_shardings=shardings)()
 
 
 def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> list[jax.Array]:
@@ -147,13 +145,7 @@ def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> li
     return [jax.block_until_ready(arrays[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(nnx.state(model))]
 
 
-def _packed(config: ModelConfig) -> Packed:
-    """Which expert weights random ones pack: those that the NVFP4 releases do."""
-    sparse = [i for i, dense in enumerate(config.text.dense_layers) if not dense and i >= FIRST_PACKED_LAYER]
-    return frozenset((layer, name) for layer in sparse for name in ("w13", "w2"))
-
-
-def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int, kernels: str) -> EngineOptions:
+def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int) -> EngineOptions:
     for name, value, least in (
         ("chunk", chunk, 1),
         ("tokens_per_call", tokens_per_call, 1),
@@ -162,8 +154,6 @@ def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int, ker
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
-    if kernels not in ("auto", "reference"):
-        raise InputError(f"kernels={kernels!r}: expected 'auto' or 'reference'")
     return EngineOptions(chunk, tokens_per_call, ahead)
 
 

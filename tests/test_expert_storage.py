@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from inkling_jax.config import preset
-from inkling_jax.errors import CheckpointError
-from inkling_jax.expert_storage import kernels_refused, repack, use_kernels
+from inkling_jax.errors import CheckpointError, InputError
+from inkling_jax.expert_storage import choose_kernels, kernels_refused, repack, use_kernels
 from inkling_jax.kernels.expert_matmul import Nvfp4
 from inkling_jax.kernels.expert_matmul.cases import Case, weights_of
 from inkling_jax.kernels.expert_matmul.pack import pack
@@ -108,3 +108,15 @@ def test_choice(kind: str, dtype: jnp.dtype, sizes: dict[str, int], reason: str 
     """The kernels run on Hopper with bfloat16 and whole blocks; anything else is told why not."""
     found = kernels_refused(preset("inkling-small").text, dtype, kind, sizes)
     assert found == reason if reason is None else reason in found
+
+
+def test_a_choice_by_name_never_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    """On Hopper the kernels run when asked for; elsewhere asking is an error; by themselves they do not run yet, and say so."""
+    text = preset("inkling-small").text
+    assert choose_kernels("sm90", text, jnp.bfloat16, "NVIDIA H200", {})
+    with pytest.raises(InputError, match="cpu is not a Hopper GPU"):
+        choose_kernels("sm90", text, jnp.bfloat16, "cpu", {})
+    with caplog.at_level("INFO"):
+        assert not choose_kernels("auto", text, jnp.bfloat16, "NVIDIA H200", {})
+    assert "reference path" in caplog.text and "on trial" in caplog.text
+    assert not choose_kernels("reference", text, jnp.bfloat16, "NVIDIA H200", {})

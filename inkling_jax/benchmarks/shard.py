@@ -19,7 +19,7 @@ from inkling_jax.engine.sampler import SamplerState
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs
 from inkling_jax.errors import CapacityError, InputError
-from inkling_jax.expert_storage import kernels_refused, repack, use_kernels
+from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.model import Inkling
 from inkling_jax.random_weights import local_leaves, packed_experts, random_array, random_leaves, random_parameters
 from inkling_jax.sharding.mesh import make_mesh, parse_mesh
@@ -123,7 +123,7 @@ class Shard:
 def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "auto") -> Shard:
     """The shard of a preset or of the shape in a checkpoint directory (its tensors are not read), cut to its first `layers`.
 
-    `rank_of` names the mesh, such as "tensor=8". kernels: "auto" or "reference". Raises ConfigError for what does not divide over
+    `rank_of` names the mesh, such as "tensor=8". kernels: as in `load`. Raises ConfigError for what does not divide over
     the mesh, InputError for bad values.
     """
     directory = Path(source)
@@ -137,12 +137,8 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
         local, dense = config.local_layers[:layers], config.dense_layers[:layers]
         config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
         name += f" layers={layers}"
-    refused = kernels_refused(config, DTYPE, jax.devices()[0].device_kind, sizes)
-    shard = Shard(name, mesh, config, sizes, kernels == "auto" and refused is None)
-    shard.abstract_state(shard.cache_shape(1, 1, 1, 1))  # with the parameters, all that must divide
-    if kernels == "auto":
-        logger.info("kernels: %s", "expert products for Hopper" if shard.kernels else f"the reference path: {refused}")
-    return shard
+    Shard(name, mesh, config, sizes, False).abstract_state(CacheShape(1, 1, 1, 1, 1, 1))  # all that must divide, does
+    return Shard(name, mesh, config, sizes, choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes))
 
 
 def _shuffled_table(slots: int, pages: int) -> jax.Array:

@@ -166,7 +166,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         f"{shard.name} {case}",
         case.phase,
         device,
-        kernels="experts" if shard.kernels else "reference",
+        kernels="sm90 experts" if shard.kernels else "reference",
         time_us=statistics.median(seconds) * 1e6 / case.steps,
         bound_us=bound * 1e6,
         batch=case.batch,

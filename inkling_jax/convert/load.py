@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,25 @@ from inkling_jax.convert.weight_map import WeightPlan
 SLICE_BYTES = 1 << 24  # of a large tensor that are on their way to a device at once
 
 
-def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
-    """Every parameter of `plan` on `device`, with `dtype` where the parameter's is the model's.
+def stream_parameters(
+    plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Every parameter of `plan` in turn, by path, on `device` and with `dtype` where the parameter's is the model's.
 
-    `device` is a device, a sharding, or a mapping from path to either.
-    `progress` hears of the bytes read. Host memory peaks at the parameter being read and what its assembly needs beside it,
-    device memory at the parameters so far and one tensor as stored. Raises CheckpointError for content that is refused.
+    `device` is a device, a sharding, or a mapping from path to either. `progress` hears of the bytes read. Host memory peaks at
+    the parameter being read and what its assembly needs beside it, device memory at the parameters so far and one tensor as
+    stored. Raises CheckpointError for content that is refused.
     """
-    parameters = {}
     for path, wanted in plan.abstract(dtype).items():
-        parameters[path] = _place(plan, path, wanted, device[path] if isinstance(device, Mapping) else device)
+        array = _place(plan, path, wanted, device[path] if isinstance(device, Mapping) else device)
         if progress is not None:
             progress.advance(plan.parameters[path].nbytes)
-    return parameters
+        yield path, array
+
+
+def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
+    """All that `stream_parameters` yields."""
+    return dict(stream_parameters(plan, dtype=dtype, device=device, progress=progress))
 
 
 def _place(plan: WeightPlan, path: str, wanted: jax.ShapeDtypeStruct, device: Any) -> jax.Array:

@@ -24,8 +24,9 @@ def expert_matmul(
     routed: int | None = None,
 ) -> Float[Array, "T D"]:
     """See `reference.expert_matmul`. `routed`: of how many experts tokens choose, where more than those held here."""
-    if isinstance(w13, Packed):
+    if isinstance(w13, Packed) and isinstance(w2, Packed):
         from inkling_jax.kernels.expert_matmul import sm90  # Pallas' GPU half takes a while to import, and few need it
 
         return sm90.expert_matmul(x, experts, weights, w13, w2, routed)
+    assert not isinstance(w13, Packed) and not isinstance(w2, Packed)  # a layer's weights are in one form
     return reference.expert_matmul(x, experts, weights, w13, w2)
