@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -110,17 +110,28 @@ def gather(outputs: Iterable[Output], into: dict[int, Result]) -> None:
         result.finish_reason, result.error = output.finish_reason, output.error
 
 
-def run(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY, between=None
-):
-    """Results of prompts that run together, in their order; `between(engine)` is called before each step."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    ids = [engine.add(Request(tuple(map(int, prompt)), p)) for prompt, p in zip(prompts, each, strict=True)]
-    results: dict[int, Result] = {}
-    while engine.busy:
+def finish(engine: Engine, results: dict[int, Result], between: Callable[[Engine], None] | None = None) -> None:
+    """Step until nothing is left, calling `between` before each step."""
+    for _ in range(2000):
+        if not engine.busy:
+            return
         if between:
             between(engine)
         gather(engine.step(), results)
+    raise AssertionError("the engine does not come to an end")
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    between: Callable[[Engine], None] | None = None,
+) -> list[Result]:
+    """Results of prompts that run together, in their order."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    ids = [engine.add(Request(tuple(map(int, prompt)), p)) for prompt, p in zip(prompts, each, strict=True)]
+    results: dict[int, Result] = {}
+    finish(engine, results, between)
     return [results[i] for i in ids]
 
 

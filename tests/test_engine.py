@@ -163,8 +163,7 @@ def test_cancelling_frees_everything(tiny, prompts, continuations):
     engine.cancel(ids[1])  # decoding, and the device is ahead
     engine.cancel(ids[1])
     engine.cancel(12345)
-    while engine.busy:
-        engines.gather(engine.step(), results)
+    engines.finish(engine, results)
     assert [results[ids[i]].tokens for i in (0, 3)] == [continuations[0], continuations[1]]
     assert len(results[ids[1]].tokens) == made and results[ids[1]].finish_reason is None
     assert ids[2] not in results and ids[4] not in results
@@ -286,7 +285,7 @@ def test_scoring_between_requests(tiny, prompts, continuations, expected):
         engines.gather(engine.step(), results)
     found, wanted = np.concatenate(pieces), answers["len100.logits"]
     assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
-    engines.gather(engine.run(), results)
+    engines.finish(engine, results)
     assert results[waiting].tokens == continuations[2]
     assert engines.all_given_back(engine)
 
