@@ -73,7 +73,7 @@ def expert_matmul(
 def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
     tokens, choices = experts.shape
     total = tokens * choices
-    rows = min(MAX_TILE_ROWS, 1 << max(0, (total // num_experts - 1).bit_length()))
+    rows = min(MAX_TILE_ROWS, 1 << max(0, total // num_experts - 1).bit_length())
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     size = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
