@@ -91,7 +91,8 @@ def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
     owner = jnp.minimum(flat, num_experts - 1)
     place = tile_first[owner] * rows + rank - first[owner]  # an expert's tiles are consecutive, so its rows are too
     place = jnp.where(flat < num_experts, place, jnp.iinfo(jnp.int32).max)
-    return _Tiles(rows, token, expert, used, place.reshape(tokens, choices))
+    # Without a barrier XLA works these few numbers out anew for every weight that it gathers by them.
+    return _Tiles(rows, *jax.lax.optimization_barrier((token, expert, used, place.reshape(tokens, choices))))
 
 
 def _of(weight: Weight, expert: Int[Array, " b"]) -> Weight:

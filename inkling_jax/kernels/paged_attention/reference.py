@@ -121,6 +121,8 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         ids = jnp.take_along_axis(table, absolute % table.shape[1], axis=1)
         key_position = (absolute[:, :, None] * page + jnp.arange(page)).reshape(absolute.shape[0], -1)
         present = key_position < length[:, None]
+        # Without a barrier XLA works these few numbers out anew for every element that it gathers by them.
+        ids, present, key_position = jax.lax.optimization_barrier((ids, present, key_position))
         return (
             _gather(k_pages, ids, present),
             _gather(v_pages, ids, present),
