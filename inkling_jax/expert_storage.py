@@ -92,7 +92,8 @@ def _repacked(path: str, weight: Nvfp4 | jax.Array, mesh: Mesh | None) -> Iterat
     pack = arrange
     if mesh is not None:
         whole = partition_spec(axes)
-        given = Nvfp4(whole, whole, scale_spec) if isinstance(weight, Nvfp4) else whole
+        # the specs of a weight have its form
+        given = Nvfp4(whole, whole, scale_spec) if isinstance(weight, Nvfp4) else whole  # pyright: ignore[reportArgumentType]
         result = partition_spec((axes[0], *axes[-2:], None, None))
         pack = jax.jit(jax.shard_map(arrange, mesh=mesh, in_specs=(given,), out_specs=result, check_vma=False))
     words = jax.block_until_ready(pack(weight))

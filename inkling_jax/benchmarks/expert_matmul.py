@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict] = {
 def kernel_times(f: Callable, *args: Any, iterations: int = 10) -> list[float]:
     """Microseconds of the kernels that each of some runs launches, summed."""
     _, times = profiler.measure(f, iterations=iterations)(*args)
+    assert times is not None, "no kernel was launched"
     return [t * 1e3 for t in times]
 
 
@@ -128,6 +129,7 @@ def measure(case: Case, variants: dict[str, dict], ceilings: dict[str, Any], det
 def parts(f: Callable, *args: Any) -> dict[str, float]:
     """Microseconds a call of the chain by kernel, the longest first."""
     _, runs = profiler.measure(f, aggregate=False, iterations=3)(*args)
+    assert runs is not None, "no kernel was launched"
     sums: dict[str, float] = {}
     for kernel, milliseconds in runs[1]:
         sums[kernel] = sums.get(kernel, 0.0) + milliseconds * 1e3 / CALLS

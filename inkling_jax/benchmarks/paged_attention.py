@@ -151,7 +151,8 @@ def kernel_parts(f: Any, arguments: tuple[Any, ...], calls: int) -> dict[str, fl
 
     runs: dict[str, list[float]] = {}
     for _ in range(3):
-        _, kernels = profiler.Cupti(finalize=False).measure(f, aggregate=False)(*arguments)
+        kernels: Any = profiler.Cupti(finalize=False).measure(f, aggregate=False)(*arguments)[1]
+        assert kernels, "no kernel was launched"
         for kernel, milliseconds in kernels:
             runs.setdefault(kernel[-48:], []).append(milliseconds * 1e3)
     return {name: round(float(np.median(times)) * len(times) / (3 * calls), 2) for name, times in runs.items()}

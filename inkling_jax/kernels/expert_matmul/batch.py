@@ -122,8 +122,14 @@ def multiply(
 
 def _scratch(plan: Plan) -> dict[str, Any]:
     """Shared memory and barriers."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    barriers = {f"{ring}_full": plgpu.Barrier(num_arrivals=n, num_barriers=stages) for ring, n, stages in _rings(plan)}
+    # jax leaves a method of theirs to a protocol, which pyright takes for abstract
+    transforms = (
+        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
+    barriers: dict[str, Any] = {
+        f"{ring}_full": plgpu.Barrier(num_arrivals=n, num_barriers=stages) for ring, n, stages in _rings(plan)
+    }
     for ring, _, stages in _rings(plan):
         if ring == "x" and plan.cluster > 1:
             empty = plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=plan.workers, num_barriers=stages)

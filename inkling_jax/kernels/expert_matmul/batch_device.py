@@ -56,9 +56,9 @@ def store_tile(width: int, paired: bool) -> Callable:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF, *[device.SCALAR] * 5), return_type=())
     def run(_: Any, acc: Any, staging: Value, out: Value, row: Any, used: Any, block: Any, *scales: Any) -> tuple[()]:
-        row, used, block, *scales = (m.scalar(a) for a in (row, used, block, *scales))
+        row, used, block, *factors = (m.scalar(a) for a in (row, used, block, *scales))
         staging, out = mgpu.utils.memref_ptr(staging), mgpu.utils.memref_ptr(out)
-        halves = [_halves(four, scales, paired) for four in device.registers_of(acc)]
+        halves = [_halves(four, factors, paired) for four in device.registers_of(acc)]
         column = m.multiply(block, row_bytes // 2)
 
         def place(token: Value, piece: Value) -> Value:
@@ -156,4 +156,4 @@ def product(scratch: dict[str, Any], me: Any, base: Any, size: int, plan: Any) -
         block(jnp.int32(plan.depth - 1), weights, False)
         return acc[...]
 
-    return pl.run_scoped(scope, plgpu.ACC((64, size)))
+    return pl.run_scoped(scope, plgpu.ACC((64, size)))  # pyright: ignore[reportPrivateImportUsage]  it is public

@@ -290,7 +290,7 @@ class _Body:
 
     def _drain(self) -> None:
         """Wait for the last stages to be freed: the interpreter wants every phase of a barrier seen by who waits on it."""
-        base, mine, _, product, _ = self.work[-1]
+        base, mine, _first, product, _is_up = self.work[-1]
         total = base + mine * product.steps
 
         @pl.loop(lax.max(total - self.plan.stages, 0), total)
@@ -331,7 +331,7 @@ class _Body:
             def _(
                 t: Array, base=base, first=first, product=product, is_up=is_up, source=source, columns=columns, load=load
             ) -> None:
-                slot, _ = self._tile(first, t, product)
+                slot, _column = self._tile(first, t, product)
                 row, used = self.r["first"][slot], self.r["used"][slot]
                 if self.has_up and not is_up:
                     self.ops.await_count(self.r["counters"], slot, jnp.int32(p.up.blocks))

@@ -80,7 +80,7 @@ def run(
     if x.dtype != "bfloat16" or x.shape != (tokens, w2.words.shape[1] * 64):
         raise InputError(f"expert_matmul: x is {x.dtype}{list(x.shape)}; expected bfloat16[{tokens}, {w2.words.shape[1] * 64}]")
     if kernel == "batch":
-        plans = tuple(batch.plan(w, rows, processors, cluster) for w in (w13, w2))
+        plans = (batch.plan(w13, rows, processors, cluster), batch.plan(w2, rows, processors, cluster))
         return batch.batch(x, weights, _group(experts, held, rows, 1, batch.ALIGN), w13, w2, plans)
     slots = slots_needed(tokens, choices, held, rows)
     plan = decode.plan(w13, w2, tokens, choices, slots, rows, processors, **dict(tuning))

@@ -129,7 +129,8 @@ class DecodeShape:
         return arrays | barriers
 
 
-def _bytes(array: plgpu.SMEM) -> int:
+def _bytes(array: Any) -> int:
+    """Of an array in shared memory; what plgpu.SMEM makes has no public type."""
     size = jnp.dtype(array.dtype).itemsize
     for dimension in array.shape:
         size *= dimension
@@ -319,7 +320,7 @@ class _Compute:
         slot, bias_slot = lax.rem(ring, int32(shape.stages)), lax.rem(ring, int32(shape.bias_slots))
         plgpu.barrier_wait(s["keys_full"].at[slot])
 
-        def scores(accumulator: Array) -> Array:
+        def scores(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, query, s["keys"].at[slot].T)
             if edge:
                 plgpu.barrier_wait(s["bias_full"].at[bias_slot])
@@ -327,7 +328,7 @@ class _Compute:
                     plgpu.wgmma(accumulator, rel[t], s["table_rows"].at[bias_slot, t].T)
             return accumulator[...]
 
-        score = pl.run_scoped(scores, plgpu.ACC((ROWS, KEY_TILE), jnp.float32))
+        score = pl.run_scoped(scores, plgpu.ACC((ROWS, KEY_TILE), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  it is public
         plgpu.barrier_arrive(s["keys_free"].at[slot])
         if edge:
             plgpu.barrier_arrive(s["bias_free"].at[bias_slot])
@@ -440,7 +441,7 @@ def decode(
     scratch = shape.scratch()
 
     def body(*args: Any) -> None:
-        refs = dict(zip((*names, *plan_names, *outputs), args, strict=False))
+        refs: dict[str, Any] = dict(zip((*names, *plan_names, *outputs), args, strict=False))
         s = dict(zip(scratch, args[len(refs) :], strict=True))
         group = lax.axis_index("group")
         if shape.overlap_merge:

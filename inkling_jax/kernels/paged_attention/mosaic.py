@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,15 @@ WGMMA = plgpu.Layout.WGMMA
 SHARED_MEMORY = 232_448  # bytes of a block on Hopper
 
 
-def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> plgpu.SMEM:
-    """Shared memory that matrix products read: rows in tiles of 8, swizzled as wide as a row allows."""
+def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory that matrix products read, as plgpu.SMEM makes it: rows in tiles of 8, swizzled as wide as a row allows."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = min(128, shape[-1] * bits // 8)
-    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    # jax leaves a method of theirs to a protocol, which pyright takes for abstract
+    transforms = (
+        plgpu.TilingTransform((8, 8 * swizzle // bits)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -63,14 +68,15 @@ def operand(value: jax.Array, scratch: jax.Array | None) -> jax.Array:
 
 def accumulate(carried: jax.Array, product: Callable, interpret: bool) -> jax.Array:
     """carried + what product(accumulator) adds to it, all products awaited."""
+    accumulator_type: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  it is public
     if not interpret:
-        return pl.run_state(product)(plgpu.ACC.init(carried))
+        return pl.run_state(product)(accumulator_type.init(carried))
 
-    def fresh(accumulator: jax.Array) -> jax.Array:
+    def fresh(accumulator: Any) -> jax.Array:
         product(accumulator)
         return accumulator[...]
 
-    return carried + pl.run_scoped(fresh, plgpu.ACC(carried.shape, jnp.float32))
+    return carried + pl.run_scoped(fresh, accumulator_type(carried.shape, jnp.float32))
 
 
 def softmax_weights(score: jax.Array, top: jax.Array, scale: float, masked: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
