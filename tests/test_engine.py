@@ -197,6 +197,7 @@ def test_a_sequence_that_is_not_finite_ends_alone(where, tiny, prompts, continua
     prefills = 3  # 39 tokens, 16 a step
     assert int(named[1]) == (prefills if where == "prompt" else prefills + math.ceil(made / 7))
     assert engines.all_given_back(engine)
+    assert not np.asarray(engine.state.live).any()
     clean = engines.run(engines.engine(tiny), prompts[:1], WITH_LOGPROBS)
     for _ in range(engines.SLOTS):  # slots are taken from the last one freed: hold each in turn
         assert engines.run(engine, prompts[:1], WITH_LOGPROBS) == clean
