@@ -147,18 +147,10 @@ def test_prompts_share_a_chunk():
     scheduler = Scheduler(LIMITS)
     a, b = scheduler.add(request(4)), scheduler.add(request(9))
     scheduler.admit()
-    assert scheduler.next_chunk(2) == [(a, 0, 4), (b, 0, 2)]
-    assert scheduler.next_chunk(2) == [(b, 2, 8)]
-    assert scheduler.next_chunk(2) == [(b, 8, 9)]
-    assert scheduler.next_chunk(2) == []
-
-
-def test_a_step_has_no_more_rows_than_asked():
-    scheduler = Scheduler(LIMITS)
-    a, b = scheduler.add(request(1)), scheduler.add(request(1))
-    scheduler.admit()
-    assert scheduler.next_chunk(1) == [(a, 0, 1)]
-    assert scheduler.next_chunk(1) == [(b, 0, 1)]
+    assert scheduler.next_chunk() == [(a, 0, 4), (b, 0, 2)]
+    assert scheduler.next_chunk() == [(b, 2, 8)]
+    assert scheduler.next_chunk() == [(b, 8, 9)]
+    assert scheduler.next_chunk() == []
 
 
 def test_decoding_ends_with_what_may_have_been_made():
@@ -213,7 +205,7 @@ class Driven(RuleBasedStateMachine):
         """One turn of the engine; a token ends its sequence early where `share` says so."""
         for sequence in self.scheduler.admit():
             self.made[sequence] = 0
-        parts = self.scheduler.next_chunk(3)
+        parts = self.scheduler.next_chunk()
         decoding = [s for s in self.scheduler.running if s.decoding]
         if parts:
             for sequence, begin, end in parts:

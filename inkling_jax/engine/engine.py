@@ -140,7 +140,7 @@ class Engine:
         """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
         for sequence in self.scheduler.admit():
             self._admit(sequence)
-        parts = self.scheduler.next_chunk(self.shape.slots)
+        parts = self.scheduler.next_chunk()
         if parts:
             self._dispatch_prefill(parts)
         else:

@@ -110,8 +110,8 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def next_chunk(self, rows: int) -> list[tuple[Sequence, int, int]]:
-        """Up to `chunk` prompt tokens of at most `rows` sequences: (sequence, begin, end), marked as dispatched."""
+    def next_chunk(self) -> list[tuple[Sequence, int, int]]:
+        """Up to `chunk` prompt tokens of running sequences: (sequence, begin, end), marked as dispatched."""
         left, parts = self.limits.chunk, []
         for sequence in self.running:
             begin = sequence.prefilled
@@ -121,7 +121,7 @@ class Scheduler:
             parts.append((sequence, begin, end))
             sequence.prefilled = end
             left -= end - begin
-            if not left or len(parts) == rows:
+            if not left:
                 break
         return parts
 
