@@ -49,6 +49,12 @@ class Fields:
         """The first of the spellings `names` that has a value."""
         return next((name for name in names if self.values.get(name) is not None), None)
 
+    def _default[T](self, names: tuple[str, ...], default: T | None) -> T:
+        """`default`, for an absent field that has one."""
+        if default is None:
+            raise self.missing(*names)
+        return default
+
     def section(self, name: str) -> Fields | None:
         """The object in field `name`, or None where absent."""
         value = self.values.get(name)
@@ -62,9 +68,7 @@ class Fields:
         """An integer from `low` to `high`; `limit` says in the message where `high` comes from."""
         name = self.present(*names)
         if name is None:
-            if default is None:
-                raise self.missing(*names)
-            return default
+            return self._default(names, default)
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}{limit and f' ({limit})'}")
@@ -74,9 +78,7 @@ class Fields:
         """A finite number from `low` to 2**31."""
         name = self.present(*names)
         if name is None:
-            if default is None:
-                raise self.missing(*names)
-            return default
+            return self._default(names, default)
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= MAX_SIZE:  # false for NaN
             raise self.error(name, f"a finite number {'above 0' if low == TINY else f'from {low} to {MAX_SIZE}'}")

@@ -29,7 +29,7 @@ def find_source(source: str, weights: str) -> Path | str:
                 f"{source!r} is a preset, which is a shape without weights: give a checkpoint directory, or weights='random'"
             )
         return source
-    if _HUB_ID.fullmatch(source) and not source.startswith("."):
+    if _HUB_ID.fullmatch(source):
         return _download(source)
     if "/" in source or source.startswith(("~", ".")):
         raise CheckpointError(f"{source}: no such directory; expected a checkpoint directory with config.json")
