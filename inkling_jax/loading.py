@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from inkling_jax.cache.paged import CacheShape
@@ -30,10 +29,10 @@ from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
-from inkling_jax.model import Inkling
-from inkling_jax.random_weights import packed_experts, random_parameters
-from inkling_jax.sharding.mesh import make_mesh, parse_mesh
-from inkling_jax.sharding.rules import local_shape, partition_spec
+from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.random_weights import local_leaves, packed_experts, random_parameters
+from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
+from inkling_jax.sharding.rules import partition_spec
 from inkling_jax.sources import find_source
 
 logger = logging.getLogger(__name__)
@@ -80,20 +79,16 @@ def load_model(
     the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = _check_options(chunk, tokens_per_call, ahead, slots)
-    found = find_source(os.fspath(source), weights)
-    directory = found if isinstance(found, Path) else None
-    config = ModelConfig.from_directory(directory) if directory else preset(str(found))
+    options = _check_options(chunk, tokens_per_call, ahead, slots, page_size)
+    directory, config = _find(os.fspath(source), weights)
     model_dtype = _dtype(dtype or config.text.dtype)
-    sizes = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh or {})
-    if sizes.get("data", 1) > 1:
-        raise InputError(f"mesh data={sizes['data']}: replicas are not supported yet, use tensor and expert")
-    device_mesh = make_mesh(sizes)
+    sizes = mesh_sizes(mesh)
+    device_mesh = _make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
-    stop_ids = resolve_stop_ids(None, directory, tokenizer, config)
+    stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
     with_kernels = choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes)
-    itemsize = jnp.dtype(model_dtype).itemsize
+    itemsize = model_dtype.itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
     packed = plan.packed if plan else packed_experts(config.text)
     model = Inkling(config.text, packed, model_dtype)
@@ -114,9 +109,15 @@ def load_model(
         default_stop_ids=stop_ids,
         options=options,
     )
-    summary = _summary(config, leaves, shape, itemsize, sizes, device_mesh, model_dtype)
+    summary = _summary(config, leaves, shape, sizes, device_mesh, model_dtype)
     logger.info("%s", summary)
     return Loaded(config, engine, tokenizer, directory, summary)
+
+
+def _find(source: str, weights: str) -> tuple[Path | None, ModelConfig]:
+    """The checkpoint's directory, None for a preset, and the configuration."""
+    found = find_source(source, weights)
+    return (found, ModelConfig.from_directory(found)) if isinstance(found, Path) else (None, preset(found))
 
 
 def _parameters(
@@ -126,8 +127,7 @@ def _parameters(
     if plan is None:
         yield from random_parameters(model, mesh=mesh, seed=seed)
         return
-    flat = nnx.to_flat_state(nnx.state(model))
-    shardings = {".".join(map(str, path)): NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat}
+    shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat_parameters(model).items()}
     with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
         yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
 
@@ -142,34 +142,37 @@ def _create_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, mesh
 def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> list[jax.Array]:
     """Parameters as the model's flat state orders them."""
     arrays = dict(parameters)
-    return [jax.block_until_ready(arrays[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(nnx.state(model))]
+    return [jax.block_until_ready(arrays[path]) for path in flat_parameters(model)]
 
 
-def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int) -> EngineOptions:
+def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int, page_size: int) -> EngineOptions:
     for name, value, least in (
         ("chunk", chunk, 1),
         ("tokens_per_call", tokens_per_call, 1),
         ("ahead", ahead, 0),
         ("slots", slots, 1),
+        ("page_size", page_size, 1),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
     return EngineOptions(chunk, tokens_per_call, ahead)
 
 
+def _make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    if sizes["data"] > 1:
+        raise InputError(f"mesh data={sizes['data']}: replicas are not supported yet, use tensor and expert")
+    return make_mesh(sizes)
+
+
 def _dtype(name: str) -> jnp.dtype:
     if name not in DTYPES:
         raise InputError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return jnp.dtype(DTYPES[name])
 
 
 def _check_weights(model: Inkling, sizes: Mapping[str, int], mesh: Mesh) -> None:
     """Before a weight is read, refuse a mesh that a parameter does not divide over, by name, or that cannot hold them all."""
-    need = 0
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        weight = leaf.get_value()
-        shape = local_shape(".".join(map(str, path)), weight.shape, leaf.axes, sizes)
-        need += math.prod(shape) * jnp.dtype(weight.dtype).itemsize
+    need = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in local_leaves(model, sizes).values())
     total, taken = _memory(mesh)
     if need > total - taken:
         raise CapacityError(
@@ -222,16 +225,15 @@ def _summary(
     config: ModelConfig,
     leaves: list[jax.Array],
     shape: CacheShape,
-    itemsize: int,
     sizes: Mapping[str, int],
     mesh: Mesh,
     dtype: jnp.dtype,
 ) -> str:
     weights = sum(leaf.nbytes for leaf in leaves)
-    cache = cache_bytes(config.text, shape, itemsize, sizes)
+    cache = cache_bytes(config.text, shape, dtype.itemsize, sizes)
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return (
-        f"{config.text.num_layers} layers, {jnp.dtype(dtype).name}, {devices}; weights {size_text(weights)}; "
+        f"{config.text.num_layers} layers, {dtype.name}, {devices}; weights {size_text(weights)}; "
         f"cache {size_text(sum(cache.values()))} a device for {shape.global_pages * shape.page_size:,} tokens, "
         f"at most {shape.max_context:,} a sequence"
     )

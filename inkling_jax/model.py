@@ -20,6 +20,11 @@ from inkling_jax.sharding.collectives import embedding_rows, gather_vocabulary
 Packed = frozenset[tuple[int, str]]  # (layer, "w13" | "w2") of the expert weights that are NVFP4
 
 
+def flat_parameters(model: nnx.Module) -> dict[str, nnx.Param]:
+    """The parameters by path ("layers.0.attn.o_proj"), in the order in which programs take their arrays."""
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
 class Inkling(nnx.Module):
     """The decoder, declared without memory: parameters are abstract until nnx.merge is given arrays.
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Shaped, UInt32
 
 from inkling_jax.config import TextConfig
-from inkling_jax.model import Inkling, Packed
+from inkling_jax.model import Inkling, Packed, flat_parameters
 from inkling_jax.sharding.rules import local_shape, partition_spec
 
 SCALE_BYTES = (0x68, 16)  # first E4M3 byte and number of bytes that block scales are drawn from: 64 to 240, no NaN, no negative
@@ -40,7 +39,7 @@ def local_leaves(model: Inkling, sizes: Mapping[str, int]) -> dict[str, jax.Shap
     """
     return {
         path: jax.ShapeDtypeStruct(local_shape(path, leaf.get_value().shape, leaf.axes, sizes), leaf.get_value().dtype)
-        for path, leaf in _parameters(model).items()
+        for path, leaf in flat_parameters(model).items()
     }
 
 
@@ -62,7 +61,7 @@ def random_parameters(
     """The same one by one, each with its path."""
     if mesh is not None:
         local_leaves(model, mesh.shape)
-    flat = _parameters(model)
+    flat = flat_parameters(model)
     shapes = {path: leaf.get_value().shape for path, leaf in flat.items()}
     for path, local in local_leaves(model, sizes or {}).items():
         sharding = NamedSharding(mesh, partition_spec(flat[path].axes)) if mesh is not None else None
@@ -83,10 +82,6 @@ def random_array(
     """An array that `seed` and `name` decide: numbers of this mean and spread, or for a packed dtype any valid bytes."""
     make = _maker(tuple(shape), jnp.dtype(dtype), sharding)
     return make(np.uint32(seed % 2**32), np.uint32(zlib.crc32(name.encode())), mean, std)
-
-
-def _parameters(model: Inkling) -> dict[str, nnx.Param]:
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
 @functools.cache

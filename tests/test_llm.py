@@ -310,6 +310,10 @@ def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> No
         ({"weights": "none"}, InputError, "weights='none'"),
         ({"mesh": "tensor=9"}, InputError, "needs 9 devices, 8 are present"),
         ({"mesh": "tensor=two"}, InputError, "'tensor=two' is not AXIS=SIZE"),
+        ({"mesh": {"tenor": 2}}, InputError, "'tenor=2' is not AXIS=SIZE"),
+        ({"mesh": {"tensor": 0}}, InputError, "'tensor=0' is not AXIS=SIZE"),
+        ({"mesh": "data=2"}, InputError, "mesh data=2: replicas are not supported yet"),
+        ({"page_size": 0}, InputError, "page_size=0: expected an integer of at least 1"),
     ],
 )
 def test_bad_options(directory: Path, options: dict, error: type[Exception], told: str) -> None:

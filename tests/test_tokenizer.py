@@ -152,7 +152,7 @@ def test_oracle_tokenizers(oracle_dir, preset_name: str):
     for role, token in CONTROL_TOKENS.items():
         assert tokenizer.control_id(role) == backend.token_to_id(token.spellings[0])
     assert tokenizer.control["image_slot"] == config.image_token_id and tokenizer.control["audio_slot"] == config.audio_token_id
-    assert resolve_stop_ids(None, directory, tokenizer, config) == (backend.token_to_id("<|content_model_end_sampling|>"),)
+    assert resolve_stop_ids(directory, tokenizer, config) == (backend.token_to_id("<|content_model_end_sampling|>"),)
     text = "Grüße, 東京! <|end_message|> \U0001f468‍\U0001f469‍\U0001f467\n\tx"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     plain = "The quick brown fox doesn't jump over 1234 lazy dogs.  é\n"
@@ -271,7 +271,7 @@ def test_each_source_alone_gives_the_stop(tmp_path: Path, source: str, caplog: p
     fields = STOP_SOURCES[source](tmp_path, eos, "<|content_model_end_sampling|>")
     config = model_config(**fields) if isinstance(fields, dict) else model_config()
     tokenizer = Tokenizer.from_directory(tmp_path, config)
-    assert resolve_stop_ids(None, tmp_path, tokenizer, config) == (eos,)
+    assert resolve_stop_ids(tmp_path, tokenizer, config) == (eos,)
     assert not caplog.records
 
 
@@ -281,32 +281,27 @@ def test_stops_are_a_union_without_end_message(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_message|>"}))
     config = model_config(eos_token_id=9)
     tokenizer = Tokenizer.from_directory(tmp_path, config)
-    assert resolve_stop_ids(None, tmp_path, tokenizer, config) == (7, 9, eos)
-    end_message = tokenizer.control_id("end_message")
-    assert resolve_stop_ids([end_message, 3], tmp_path, tokenizer, config) == (3, end_message)
-    assert resolve_stop_ids((), tmp_path, tokenizer, config) == ()
-    assert resolve_stop_ids(5, None, None, config) == (5,)
+    assert resolve_stop_ids(tmp_path, tokenizer, config) == (7, 9, eos)
     published = model_config(200058, eos_token_id=(200006, 200010))
-    assert resolve_stop_ids(None, None, None, published) == (200006,)
+    assert resolve_stop_ids(None, None, published) == (200006,)
 
 
 def test_no_stop_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        assert resolve_stop_ids(None, tmp_path, None, model_config()) == ()
+        assert resolve_stop_ids(tmp_path, None, model_config()) == ()
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "runs to max_tokens" in caplog.text
 
 
 def test_bad_stops(tmp_path: Path):
     for bad in (SIZE, -1, True, "5", [1.5], [[1]]):
-        with pytest.raises(InputError, match="stop_token_ids: "):
-            resolve_stop_ids(bad, None, None, model_config())  # type: ignore[arg-type]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": SIZE}))
-    with pytest.raises(CheckpointError, match=f"generation_config.json: eos_token_id: {SIZE} is outside"):
-        resolve_stop_ids(None, tmp_path, None, model_config())
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
+        with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id: .* is (not a token id|outside)"):
+            resolve_stop_ids(tmp_path, None, model_config())
+    (tmp_path / "generation_config.json").unlink()
     write_demo_tokenizer(tmp_path, SIZE)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(CheckpointError, match="eos_token '</s>' is not a token"):
-        resolve_stop_ids(None, tmp_path, Tokenizer.from_directory(tmp_path, None), model_config())
+        resolve_stop_ids(tmp_path, Tokenizer.from_directory(tmp_path, None), model_config())
 
 
 @pytest.mark.parametrize("size", [SIZE, 500, 5000, 200058])

@@ -22,7 +22,7 @@ from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.model import Inkling
 from inkling_jax.random_weights import local_leaves, packed_experts, random_array, random_leaves, random_parameters
-from inkling_jax.sharding.mesh import make_mesh, parse_mesh
+from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
 
 DTYPE = jnp.bfloat16  # of the releases
 
@@ -128,7 +128,7 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
     """
     directory = Path(source)
     config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
-    sizes = parse_mesh(rank_of)
+    sizes = mesh_sizes(rank_of)
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tensor=1"
     name = f"{directory.resolve().name if directory.is_dir() else source} {mesh}"
     if layers is not None:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inkling_jax.config import ModelConfig
-from inkling_jax.errors import CheckpointError, InputError
+from inkling_jax.errors import CheckpointError
 from inkling_jax.inputs.control import CONTROL_TOKENS
 from inkling_jax.inputs.tokenizer import Tokenizer, optional_json_object
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_stop_ids(
-    explicit: int | Sequence[int] | None, directory: str | Path | None, tokenizer: Tokenizer | None, config: ModelConfig
-) -> tuple[int, ...]:
-    """Stop ids, ascending: `explicit` alone if not None (an empty one means none), else the union of what the files name.
+def resolve_stop_ids(directory: str | Path | None, tokenizer: Tokenizer | None, config: ModelConfig) -> tuple[int, ...]:
+    """Stop ids, ascending: the union of what the files name. A request's own go before them (SamplingParams.stop_token_ids).
 
     The files are tokenizer_config.json and special_tokens_map.json (by spelling), generation_config.json and config.json (ids).
-    The end of a message is no stop: an answer may hold several. Warns when nothing is found. Raises InputError for a bad explicit
-    id and CheckpointError for a bad one in a file.
+    The end of a message is no stop: an answer may hold several. Warns when nothing is found. Raises CheckpointError for a bad id.
     """
     usable = config.text.usable_vocab_size
-    if explicit is not None:
-        try:
-            return tuple(sorted(_ids(explicit, usable)))
-        except ValueError as error:
-            raise InputError(f"stop_token_ids: {error}") from None
     sources: dict[str, Any] = {"config.json": config.eos_token_id}
     if directory is not None:
         generation = Path(directory) / "generation_config.json"
@@ -65,7 +56,7 @@ def _spelled_id(value: Any, tokenizer: Tokenizer, file: Path) -> int | None:
 def _ids(value: Any, usable: int) -> set[int]:
     """The ids of an int, list or tuple (None: nothing). Raises ValueError naming what is no id below `usable`."""
     ids: set[int] = set()
-    for item in () if value is None else value if isinstance(value, list | tuple | set | frozenset) else (value,):
+    for item in () if value is None else value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, bool) or not hasattr(item, "__index__"):
             raise ValueError(f"{item!r} is not a token id (an int, or a list of them)")
         if not 0 <= item < usable:

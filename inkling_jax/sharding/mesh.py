@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -14,24 +14,30 @@ from inkling_jax.errors import InputError
 AXES = ("data", "tensor", "expert")
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Axis sizes of a specification such as "tensor=8" or "tensor=2,expert=4"; axes not named have size one."""
+def mesh_sizes(mesh: str | Mapping[str, int] | None) -> dict[str, int]:
+    """Axis sizes of a mesh given as "tensor=2,expert=4" or {"tensor": 2, "expert": 4}; axes not named have size one.
+
+    Raises InputError naming what is no axis or no size.
+    """
+    if isinstance(mesh, str):
+        given = [(axis.strip(), size.strip()) for axis, _, size in (part.partition("=") for part in mesh.split(",") if part)]
+    else:
+        given = [(axis, str(size)) for axis, size in (mesh or {}).items()]
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
-    for part in filter(None, text.split(",")):
-        axis, _, size = part.partition("=")
-        if axis.strip() not in AXES or not size.strip().isdecimal() or int(size) < 1:
+    for axis, size in given:
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            part = f"{axis}={size}" if size else axis
             raise InputError(
-                f"mesh {text!r}: {part!r} is not AXIS=SIZE with AXIS one of {', '.join(AXES)} and SIZE a positive integer"
+                f"mesh {mesh!r}: {part!r} is not AXIS=SIZE with AXIS one of {', '.join(AXES)} and SIZE a positive integer"
             )
-        sizes[axis.strip()] = int(size)
+        sizes[axis] = int(size)
     return sizes
 
 
-def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices` (default: as many of jax.devices() as the sizes need)."""
+def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh over as many of jax.devices() as the sizes need."""
     shape = tuple((sizes or {}).get(axis, 1) for axis in AXES)
-    count = int(np.prod(shape))
-    devices = list(jax.devices() if devices is None else devices)
+    count, devices = math.prod(shape), jax.devices()
     if len(devices) < count:
         raise InputError(f"mesh {dict(zip(AXES, shape, strict=True))} needs {count} devices, {len(devices)} are present")
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
