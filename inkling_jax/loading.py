@@ -87,7 +87,6 @@ def load_model(
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
-    with_kernels = choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes)
     itemsize = model_dtype.itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
     packed = plan.packed if plan else packed_experts(config.text)
@@ -95,7 +94,7 @@ def load_model(
     _check_weights(model, sizes, device_mesh)
     fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
     parameters = _parameters(model, plan, device_mesh, model_dtype, seed, quiet)
-    if with_kernels:
+    if choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes):
         model, parameters = use_kernels(Inkling(config.text, packed, model_dtype)), repack(parameters, device_mesh)
     leaves = _in_order(model, parameters)
     shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)
