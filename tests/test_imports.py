@@ -30,19 +30,34 @@ class Rule:
     without: tuple[str, ...] = ()  # libraries that must not be loaded, by it or by any module of ours that it loads
 
 
+# What people run, and what only that may know: the model works without any of it.
+PROGRAMS = ("bench", "benchmarks", "command_line", "generate", "terminal")
+FRONT = ("llm", "loading", *PROGRAMS)
+
 RULES = [
     Rule("errors", only=(), without=ARRAYS),
+    Rule("interrupts", only=(), without=ARRAYS),
     Rule("config*", only=("errors", "config*"), without=ARRAYS),
+    Rule("sources", only=("errors", "config*"), without=ARRAYS),
     Rule("kernels", only=("errors", "kernels")),
-    Rule("cache", never=("model", "layers", "convert", "engine", "inputs", "outputs", "llm")),
-    Rule("sharding", never=("model", "layers", "engine", "inputs", "outputs", "llm")),
+    Rule("cache", only=("errors", "config*", "cache", "sharding")),
+    Rule("sharding", only=("errors", "sharding")),
     Rule("layers", only=("errors", "config*", "kernels", "cache", "sharding", "layers")),
-    Rule("model", never=("convert", "engine", "inputs", "outputs", "llm")),
-    Rule("convert", never=("engine", "inputs", "outputs", "llm")),
-    Rule("engine", never=("inputs", "outputs", "llm")),
+    Rule("model", only=("config*", "cache", "sharding", "layers")),
+    Rule("expert_storage", only=("errors", "config*", "kernels", "layers", "model", "sharding")),
+    Rule("random_weights", only=("config*", "model", "sharding")),
+    Rule("convert", never=("engine", "inputs", "outputs", *FRONT)),
+    Rule("engine", never=("inputs", "outputs", *FRONT)),
     Rule("engine.scheduler", without=("jax", "jaxlib", "flax")),
-    Rule("inputs", never=("model", "layers", "engine", "llm")),
-    Rule("outputs", never=("model", "layers", "engine", "llm")),
+    Rule("inputs", never=("model", "layers", "engine", *FRONT)),
+    Rule("outputs", never=("model", "layers", "engine", *FRONT)),
+    Rule("loading", never=("outputs", "llm", *PROGRAMS)),
+    Rule("llm", never=PROGRAMS),
+    Rule("command_line", only=("errors",)),
+    Rule("terminal", never=("bench", "benchmarks", "generate")),
+    Rule("generate", never=("bench", "benchmarks")),
+    Rule("bench", only=("command_line", "config*")),
+    Rule("benchmarks", never=("inputs", "outputs", "llm", "loading", "bench", "command_line", "generate", "terminal")),
 ]
 
 
@@ -131,6 +146,12 @@ def test_arrows(rule: Rule) -> None:
     assert violations(rule, files) == []
 
 
+def test_every_module_has_a_rule() -> None:
+    """A new module says what it may know."""
+    for name in modules_of(ROOT):
+        assert name == PACKAGE or any(is_within(name, f"{PACKAGE}.{rule.who}") for rule in RULES), name
+
+
 @pytest.mark.parametrize(
     ("module", "source", "told"),
     [
@@ -139,13 +160,16 @@ def test_arrows(rule: Rule) -> None:
         ("kernels.op", "def f():\n    from inkling_jax.layers import norm", "imports inkling_jax.layers.norm"),
         ("layers.norm", "from ..engine.steps import step", "imports inkling_jax.engine.steps"),
         ("engine.steps", "import inkling_jax.inputs.chat", "against the direction"),
+        ("llm", "from inkling_jax.benchmarks import timing", "inkling_jax.llm imports inkling_jax.benchmarks.timing, against"),
         ("engine.scheduler", "from inkling_jax import other", "loads jax.numpy, imported by inkling_jax.other"),
         ("engine.scheduler", "from .steps import step", "loads jax, imported by inkling_jax.engine.steps"),
     ],
 )
 def test_rules_can_fail(tmp_path: Path, module: str, source: str, told: str) -> None:
     """Each kind of forbidden import is seen in a package that has it: the rules above are not empty."""
-    sources = dict.fromkeys(("config", "errors", "kernels.op", "layers.norm", "engine.scheduler", "inputs.chat"), "")
+    sources = dict.fromkeys(
+        ("config", "errors", "kernels.op", "layers.norm", "engine.scheduler", "inputs.chat", "benchmarks.timing"), ""
+    )
     sources |= {"engine.steps": "import jax", "other": "import jax.numpy", module: source}
     for name, text in sources.items():
         path = tmp_path / PACKAGE / (name.replace(".", "/") + ".py")
@@ -169,6 +193,11 @@ def test_package_is_light() -> None:
     loaded = loaded_after("import inkling_jax; inkling_jax.InputError; dir(inkling_jax)")
     assert PACKAGE in loaded
     assert loaded.isdisjoint({*ARRAYS, "tokenizers", "huggingface_hub", "orbax"})
+
+
+def test_programs_start_light() -> None:
+    """The command lines load no array library before they have read their options."""
+    assert loaded_after("import inkling_jax.generate, inkling_jax.bench").isdisjoint(ARRAYS)
 
 
 def test_scheduler_runs_without_jax() -> None:
