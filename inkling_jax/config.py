@@ -12,7 +12,7 @@ from inkling_jax import config_read as read
 from inkling_jax.config_fields import Fields, read_json_object
 from inkling_jax.config_parts import AttentionConfig, AudioConfig, MtpConfig, TextConfig, VisionConfig
 from inkling_jax.config_published import published_dict
-from inkling_jax.config_quant import NVFP4_BLOCK, QUANT_FILE, read_quant, refuse_embedded
+from inkling_jax.config_quant import QUANT_FILE, read_quant, refuse_embedded
 from inkling_jax.errors import CheckpointError, ConfigError
 
 __all__ = ["PRESETS", "AttentionConfig", "AudioConfig", "ModelConfig", "MtpConfig", "TextConfig", "VisionConfig", "preset"]
@@ -32,7 +32,6 @@ class ModelConfig:
     image_token_id: int | None
     audio_token_id: int | None
     quant_algo: str | None  # "NVFP4" or None; tensors decide for themselves, this is for reports
-    quant_group_size: int
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -82,19 +81,11 @@ class ModelConfig:
             image_token_id=image,
             audio_token_id=audio,
             quant_algo=algo,
-            quant_group_size=NVFP4_BLOCK,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json in the published dialect; with `quant=quant_dict()`, `from_dict` gives this value back."""
+        """The content of config.json in the published dialect: `from_dict` gives this value back, but for `quant_algo`."""
         return published_dict(self)
-
-    def quant_dict(self) -> dict[str, Any] | None:
-        """The content of hf_quant_config.json (spec 1.3), without the list of what is not packed; None when nothing is."""
-        if self.quant_algo is None:
-            return None
-        quantization = {"quant_algo": self.quant_algo, "group_size": self.quant_group_size, "kv_cache_quant_algo": "none"}
-        return {"quantization": quantization}
 
 
 def preset(name: str) -> ModelConfig:
@@ -139,5 +130,4 @@ def preset(name: str) -> ModelConfig:
         image_token_id=200054,
         audio_token_id=200053,
         quant_algo=None,
-        quant_group_size=NVFP4_BLOCK,
     )

@@ -56,6 +56,5 @@ def size(small: bool) -> Size:
         image_token_id=text.usable_vocab_size - 2,
         audio_token_id=text.usable_vocab_size - 1,
         quant_algo=None,
-        quant_group_size=16,
     )
     return Size(config, *((48, 16) if small else (512, 96)))

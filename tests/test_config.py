@@ -71,7 +71,7 @@ def test_small_values() -> None:
     assert config.vision == VisionConfig(4096, 40, 2, 3, 4, True)
     assert config.mtp == MtpConfig(8, (True, False, True, False, True, True, True, True), False, 512)
     assert (config.eos_token_id, config.image_token_id, config.audio_token_id) == (200006, 200054, 200053)
-    assert (config.quant_algo, config.quant_group_size) == (None, 16)
+    assert config.quant_algo is None
 
 
 def test_large_has_other_kv_heads_on_local_layers() -> None:
@@ -224,10 +224,10 @@ ODD = changed(
 @pytest.mark.parametrize("config", [SMALL, ODD, text_only(), changed("text_config", local_layer_ids=[])])
 def test_round_trip(config: dict[str, Any]) -> None:
     first = ModelConfig.from_dict(config, quant=NVFP4)
-    again = ModelConfig.from_dict(json.loads(json.dumps(first.to_dict())), quant=first.quant_dict())
+    again = ModelConfig.from_dict(json.loads(json.dumps(first.to_dict())), quant=NVFP4)
     assert again == first
     unpacked = dataclasses.replace(first, quant_algo=None)
-    assert ModelConfig.from_dict(unpacked.to_dict(), quant=unpacked.quant_dict()) == unpacked
+    assert ModelConfig.from_dict(unpacked.to_dict()) == unpacked
 
 
 def test_odd_patterns_survive() -> None:
@@ -259,7 +259,7 @@ def test_reference_checkpoint(name: str, oracle_dir: Callable[..., Path]) -> Non
     assert [i for i, local in enumerate(text.local_layers) if not local] == [5]
     assert text.dense_layers.count(True) == 2
     assert config.quant_algo == "NVFP4"
-    assert ModelConfig.from_dict(config.to_dict(), quant=config.quant_dict()) == config
+    assert ModelConfig.from_dict(config.to_dict(), quant=NVFP4) == config
 
 
 def test_configuration_knows_no_arrays() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from inkling_jax.config import ModelConfig
+from inkling_jax.config_quant import NVFP4_BLOCK, QUANT_FILE
 from inkling_jax.convert.header import DTYPES
 from inkling_jax.convert.progress import Progress
 from inkling_jax.convert.published import Layout, is_first_sparse, published_tensors
@@ -49,7 +50,7 @@ def write_checkpoint(
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(directory / "config.json", config.to_dict())
     if nvfp4:
-        _write_json(directory / "hf_quant_config.json", _quant_config(config))
+        _write_json(directory / QUANT_FILE, _quant_config(config))
     return total
 
 
@@ -103,7 +104,7 @@ def _quant_config(config: ModelConfig) -> dict[str, object]:
         exclude += [prefix + "mlp.gate", prefix + "mlp.shared_experts"]
         if is_first_sparse(text, layer):
             exclude.append(prefix + "mlp.experts")
-    quantization = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": exclude}
+    quantization = {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK, "kv_cache_quant_algo": None, "exclude_modules": exclude}
     return {"quantization": quantization}
 
 

@@ -17,14 +17,14 @@ class IncrementalDetokenizer:
     longest if two end together), however the ids are cut into calls. Text that may begin a stop string is held back. `stopped`
     is the stop string that was found; `kept_tokens` the number of leading ids that certainly belong to the text: those not held
     back, at a stop string those to the last one that has a byte before it, all once finished. Once stopped, ids are ignored.
-    Costs O(1) amortised a token.
+    Control tokens are no text. Costs O(1) amortised a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: str | Collection[str] = (), skip_special: bool = True):
-        """`skip_special` leaves control tokens out of the text. Raises InputError for a stop that is empty or not a string."""
+    def __init__(self, tokenizer: Tokenizer, *, stop: str | Collection[str] = ()):
+        """Raises InputError for a stop that is empty or not a string."""
         self.stopped: str | None = None
         self.kept_tokens = 0
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokenizer = tokenizer
         self._matchers = [_Matcher(s) for s in ((stop,) if isinstance(stop, str) else stop)]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = bytearray()  # the last bytes seen, not decoded yet: perhaps the beginning of a stop string
@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         if self.stopped is not None:
             return ""
         for token_id in ids:
-            data = self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
+            data = self._tokenizer.token_bytes(token_id)
             self._tokens += 1
             self._starts.append((self._length, self._tokens))
             found = self._append(data)
