@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from inkling_jax.command_line import EXIT_CODES, Parser, add_message_options, run, set_up_messages, start_jax
+from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options, run, set_up_messages, start_jax
 from inkling_jax.config import PRESETS
 
 EXAMPLES = f"""\
@@ -56,12 +56,7 @@ def _add_step_options(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument("--preset", choices=PRESETS, help="a released shape")
     shape.add_argument("--model", metavar="DIR", help="the shape that a checkpoint's config.json gives")
-    parser.add_argument(
-        "--kernels",
-        choices=("auto", "reference", "sm90"),
-        default="auto",
-        help="reference: plain JAX; sm90: Hopper's, on trial (default auto)",
-    )
+    add_kernels_option(parser)
     parser.add_argument(
         "--rank-of", default="tensor=1", metavar="AXIS=N,...", help="take one rank's share of such a mesh (default %(default)s)"
     )

@@ -36,6 +36,16 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(USAGE)
 
 
+def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --kernels, which `load` takes."""
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "reference", "sm90"),
+        default="auto",
+        help="reference: plain JAX; sm90: Hopper's, on trial (default auto)",
+    )
+
+
 def add_message_options(parser: argparse.ArgumentParser) -> None:
     """Add -v and --quiet, which `set_up_messages` takes."""
     group = parser.add_argument_group("messages, all on standard error")

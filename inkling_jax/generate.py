@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inkling_jax.command_line import EXIT_CODES, Parser, add_message_options, print_error, run, set_up_messages, start_jax
+from inkling_jax.command_line import (
+    EXIT_CODES,
+    Parser,
+    add_kernels_option,
+    add_message_options,
+    print_error,
+    run,
+    set_up_messages,
+    start_jax,
+)
 from inkling_jax.errors import InputError
 from inkling_jax.sources import find_source
 
@@ -122,12 +131,7 @@ def _add_model_options(parser: Parser) -> None:
     group.add_argument(
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
     )
-    group.add_argument(
-        "--kernels",
-        choices=("auto", "reference", "sm90"),
-        default="auto",
-        help="reference: plain JAX; sm90: Hopper's, on trial (default auto)",
-    )
+    add_kernels_option(group)
 
 
 def _generate(args: argparse.Namespace) -> int:

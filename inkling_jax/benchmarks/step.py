@@ -23,7 +23,8 @@ from inkling_jax.benchmarks.table import print_table
 from inkling_jax.benchmarks.timing import device_activity, series_seconds
 from inkling_jax.benchmarks.traffic import Traffic, step_traffic
 from inkling_jax.cache.paged import CacheShape
-from inkling_jax.engine.state import EngineState, PageUpdates
+from inkling_jax.engine.pack import pack_updates
+from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Sampling
 from inkling_jax.errors import InklingError, InputError
 
@@ -216,8 +217,8 @@ def _lower(shard: Shard, case: Case) -> Any:
 
 def _inputs(case: Case) -> Any:
     """What a step takes besides weights and state. The page tables are complete, so their updates are all padding."""
-    nothing = np.full((case.batch * (case.queries // case.page_size + 2), 3), np.iinfo(np.int32).max, np.int32)
-    updates = PageUpdates(jnp.asarray(nothing), jnp.asarray(nothing))
+    nothing = pack_updates({"global": [], "local": []}, case.batch * (case.queries // case.page_size + 2))
+    updates = jax.tree.map(jnp.asarray, nothing)
     slots = jnp.arange(case.batch, dtype=jnp.int32)
     if case.phase == "decode":
         return slots, updates
