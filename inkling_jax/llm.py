@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import reprlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,7 @@ class Delta:
     error: str | None = None
 
 
-def load(source: str, **options: Any) -> LLM:
+def load(source: str | os.PathLike[str], **options: Any) -> LLM:
     """Load a model from a checkpoint directory, a preset's name or a hub id, tried in this order.
 
     Options are those of `inkling_jax.loading.load_model`: weights, dtype, mesh, max_context, kv_memory, kernels, slots,
@@ -99,7 +101,7 @@ class LLM:
         A single string, Prompt or list of ids is one prompt. `sampling` is one for all or one each. All run in one batch.
         """
         listed = _as_list(prompts)
-        settings = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
+        settings: list[Any] = list(sampling) if isinstance(sampling, list | tuple) else [sampling] * len(listed)
         if len(settings) != len(listed):
             raise InputError(f"{len(listed)} prompts but {len(settings)} sampling settings: give one for all, or one each")
         requests = [
@@ -113,9 +115,9 @@ class LLM:
 
     def stream(self, prompt: PromptLike, sampling: SamplingParams = SamplingParams()) -> Generator[Delta, None, None]:
         """Pieces of one completion as they are made. Closing the iterator cancels the request."""
+        requests = self._requests(prompt, sampling)
         if sampling.n != 1:
             raise InputError(f"stream yields one completion, SamplingParams.n is {sampling.n}")
-        requests = self._requests(prompt, sampling)
         return self._stream(requests)
 
     def chat_prompt(
@@ -180,6 +182,10 @@ class LLM:
                 raise
 
     def _requests(self, prompt: PromptLike, params: SamplingParams) -> list[Request]:
+        if not isinstance(params, SamplingParams):
+            raise InputError(
+                f"sampling is {reprlib.repr(params)}: expected SamplingParams, or a list of them, one for each prompt"
+            )
         if params.stop:
             self._require_tokenizer("a stop string")
         ids = tuple(self._token_ids(prompt))
@@ -191,11 +197,12 @@ class LLM:
             if not ids:
                 raise InputError("the prompt is empty: give at least one token")
             return ids
-        if not isinstance(prompt, Prompt):
-            return prompt
-        if prompt.media:
+        if isinstance(prompt, Prompt) and prompt.media:
             raise InputError(f"the prompt holds {', '.join(prompt.media)}: media are not supported yet, give token ids alone")
-        return prompt.token_ids
+        ids = _plain(prompt.token_ids if isinstance(prompt, Prompt) else prompt)
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray):  # bytes are ints, but never meant as ids
+            raise InputError(f"the prompt is {reprlib.repr(ids)}: expected a text, a sequence of token ids or a Prompt")
+        return ids
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -248,7 +255,15 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """A list of prompts: a string, a Prompt or a sequence of ids is one."""
     if isinstance(prompts, str | Prompt):
         return [prompts]
-    items = list(prompts)
+    given = _plain(prompts)
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | Mapping):
+        raise InputError(f"the prompt is {reprlib.repr(prompts)}: expected a text, token ids, a Prompt, or a list of them")
+    items = list(given)
     if items and all(isinstance(item, int | np.integer) for item in items):
         return [items]  # pyright: ignore[reportReturnType]
     return items  # pyright: ignore[reportReturnType]
+
+
+def _plain(value: Any) -> Any:
+    """An array, of whichever library, as the list or number that it holds; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

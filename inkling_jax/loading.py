@@ -79,9 +79,9 @@ def load_model(
     the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = _check_options(chunk, tokens_per_call, ahead, slots, page_size)
-    directory, config = _find(os.fspath(source), weights)
-    model_dtype = _dtype(dtype or config.text.dtype)
+    options = _check_options(chunk, tokens_per_call, ahead, slots, page_size, max_context, seed)
+    directory, config = _find(source, weights)
+    model_dtype = _dtype(dtype, config)
     sizes = mesh_sizes(mesh)
     device_mesh = _make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
@@ -113,9 +113,11 @@ def load_model(
     return Loaded(config, engine, tokenizer, directory, summary)
 
 
-def _find(source: str, weights: str) -> tuple[Path | None, ModelConfig]:
+def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, ModelConfig]:
     """The checkpoint's directory, None for a preset, and the configuration."""
-    found = find_source(source, weights)
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(f"model {source!r}: expected a checkpoint directory, a preset's name or a hub id")
+    found = find_source(os.fspath(source), weights)
     return (found, ModelConfig.from_directory(found)) if isinstance(found, Path) else (None, preset(found))
 
 
@@ -144,13 +146,17 @@ def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> li
     return [jax.block_until_ready(arrays[path]) for path in flat_parameters(model)]
 
 
-def _check_options(chunk: int, tokens_per_call: int, ahead: int, slots: int, page_size: int) -> EngineOptions:
+def _check_options(
+    chunk: int, tokens_per_call: int, ahead: int, slots: int, page_size: int, max_context: int | None, seed: int
+) -> EngineOptions:
     for name, value, least in (
         ("chunk", chunk, 1),
         ("tokens_per_call", tokens_per_call, 1),
         ("ahead", ahead, 0),
         ("slots", slots, 1),
         ("page_size", page_size, 1),
+        ("max_context", 1 if max_context is None else max_context, 1),
+        ("seed", seed, 0),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
@@ -163,9 +169,11 @@ def _make_mesh(sizes: Mapping[str, int]) -> Mesh:
     return make_mesh(sizes)
 
 
-def _dtype(name: str) -> jnp.dtype:
+def _dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
+    name = config.text.dtype if wanted is None else wanted
     if name not in DTYPES:
-        raise InputError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
+        where = " is the configuration's, give another: one of" if wanted is None else ": expected one of"
+        raise InputError(f"dtype {name!r}{where} {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[name])
 
 
@@ -192,7 +200,11 @@ def _memory(mesh: Mesh) -> tuple[int, int]:
 def _kv_memory(wanted: int | str | None, mesh: Mesh) -> int:
     """Bytes a device that the cache may take."""
     if wanted is not None:
-        return wanted if isinstance(wanted, int) else parse_bytes(wanted)
+        if isinstance(wanted, str):
+            return parse_bytes(wanted)
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+            raise InputError(f"kv_memory={wanted!r}: expected a number of bytes, or text such as 40GB or 512MiB")
+        return wanted
     total, taken = _memory(mesh)
     if mesh.devices.flat[0].platform == "cpu":
         return total // 4

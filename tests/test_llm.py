@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import load as read_tensors
@@ -65,7 +68,7 @@ def test_what_is_one_prompt(idle: LLM) -> None:
     assert idle.tokenizer is not None
     ids = idle.tokenizer.encode(TEXT)
     (alone,) = idle.generate(TEXT, SAMPLED)
-    for same in (ids, tuple(ids), np.array(ids), Prompt(ids), [TEXT], [ids], [Prompt(ids)]):
+    for same in (ids, tuple(ids), np.array(ids), jnp.array(ids), Prompt(ids), [TEXT], [ids], [Prompt(ids)], [np.array(ids)]):
         assert idle.generate(same, SAMPLED) == [alone]
     other = idle.generate(["!", TEXT, [5, 6]], SAMPLED)
     assert other[1] == alone and [c.prompt_tokens for c in other] == [1, len(ids), 2]
@@ -117,6 +120,11 @@ def test_settings_for_each_prompt(idle: LLM) -> None:
     assert [len(c.token_ids) for c in idle.generate([TEXT, TEXT], settings)] == [24, 5]
     with pytest.raises(InputError, match="3 prompts but 2 sampling settings"):
         idle.generate([TEXT] * 3, settings)
+    for wrong in (None, {"temperature": 0}, [0.7]):
+        with pytest.raises(InputError, match="sampling is .*: expected SamplingParams"):
+            idle.generate(TEXT, wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="sampling is 7: expected SamplingParams"):
+        idle.stream(TEXT, 7)  # pyright: ignore[reportArgumentType]
 
 
 def stop_in_the_middle(llm: LLM) -> tuple[SamplingParams, str, tuple[int, ...]]:
@@ -281,6 +289,12 @@ def test_without_a_tokenizer(idle: LLM) -> None:
         ([1, USABLE], InputError, f"token 1 of the prompt is {USABLE}: ids are integers from 0 to {USABLE - 1}"),
         ([-1], InputError, "token 0 of the prompt is -1"),
         ([[1, True]], InputError, "token 1 of the prompt is True"),
+        ([1.5], InputError, "the prompt is 1.5: expected a text, a sequence of token ids or a Prompt"),
+        (b"abc", InputError, "the prompt is b'abc': expected a text"),
+        (Prompt(5), InputError, "the prompt is 5: expected"),  # pyright: ignore[reportArgumentType]
+        ({"prompt": "a"}, InputError, "the prompt is {'prompt': 'a'}: expected"),
+        (None, InputError, "the prompt is None: expected"),
+        (np.array(5), InputError, "the prompt is .*5.*: expected"),
         (Prompt([1], images=["cat.png"]), InputError, "the prompt holds images: media are not supported yet"),
         ("\ud800", InputError, "lone surrogate at character 0"),
         ([5] * (CONTEXT + 1), CapacityError, f"has {CONTEXT + 1} tokens, the context holds {CONTEXT}"),
@@ -290,8 +304,11 @@ def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> No
     """Each is refused by what is wrong with it, alone and beside a good one, and leaves nothing behind."""
     with pytest.raises(error, match=told):
         idle.generate(prompt, SAMPLED)
+    one = prompt[0] if str(prompt) in ("[[]]", "[[1, True]]", "[1.5]") else prompt
     with pytest.raises(error, match=told):
-        idle.generate([TEXT, prompt[0] if prompt == [[]] or prompt == [[1, True]] else prompt], SAMPLED)
+        idle.generate([TEXT, one], SAMPLED)
+    with pytest.raises(error, match=told):
+        idle.score(one)
     assert not idle.engine.scheduler.running and not idle.engine.scheduler.waiting
 
 
@@ -301,6 +318,11 @@ def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> No
         ({"max_context": 513}, InputError, "max_context 513 is not from 1 to the model's 512"),
         ({"kv_memory": 1000}, CapacityError, r"the cache needs \d+ bytes .*, 1000 are left"),
         ({"kv_memory": "2kB", "max_context": 512}, CapacityError, "for a context of 512 tokens, 2000 are left"),
+        ({"max_context": 1.5}, InputError, "max_context=1.5: expected an integer of at least 1"),
+        ({"max_context": 0}, InputError, "max_context=0: expected an integer of at least 1"),
+        ({"seed": -1}, InputError, "seed=-1: expected an integer of at least 0"),
+        ({"kv_memory": 1.5e9}, InputError, "kv_memory=1500000000.0: expected a number of bytes"),
+        ({"kv_memory": -1}, InputError, "kv_memory=-1: expected a number of bytes"),
         ({"kv_memory": "lots"}, InputError, "size 'lots': expected a number of bytes such as 40GB"),
         ({"page_size": 24}, InputError, "page_size 24 is not a power of two"),
         ({"slots": 0}, InputError, "slots=0: expected an integer of at least 1"),
@@ -329,12 +351,25 @@ def test_bad_options(directory: Path, options: dict, error: type[Exception], tol
         ("./nothing", CheckpointError, "./nothing: no such directory"),
         ("incling", InputError, r"unknown model 'incling': neither a directory nor a preset \(inkling, inkling-small\)"),
         ("inkling-small", InputError, "is a preset, which is a shape without weights"),
+        (None, InputError, "model None: expected a checkpoint directory, a preset's name or a hub id"),
     ],
 )
-def test_bad_sources(source: str, error: type[Exception], told: str) -> None:
+def test_bad_sources(source, error: type[Exception], told: str) -> None:
     """A path, a name and a preset without weights each get their own answer."""
     with pytest.raises(error, match=told):
         inkling_jax.load(source)
+
+
+def test_a_dtype_of_the_configuration_that_we_lack(directory: Path, tmp_path: Path) -> None:
+    """Nobody asked for it: the message says where it comes from, and asking for another loads."""
+    copied = shutil.copytree(directory, tmp_path / "half")
+    config = json.loads((copied / "config.json").read_text())
+    config["text_config"]["torch_dtype"] = "float16"
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="dtype 'float16' is the configuration's, give another: one of bfloat16, float32"):
+        inkling_jax.load(copied, quiet=True)
+    with load(copied) as half:
+        assert ", float32, " in half.summary
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
