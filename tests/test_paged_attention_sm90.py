@@ -126,13 +126,15 @@ def test_bias_tables_hold_the_weight_by_distance():
         ({"page": 32}, "pages of 32 tokens: the kernels take"),
         ({"width": 32}, "heads of width 32: the kernels take"),
         ({"heads": 6, "kv_heads": 4}, "6 query heads do not divide over 4"),
+        ({"counts": (64,), "lengths": (64,)}, "64 query tokens a row, 4 query heads a key head: the kernels take at most 9"),
     ],
 )
 def test_sizes_that_the_kernels_do_not_take_are_refused(change, message):
-    given = cases.inputs(Case((5,), (1,), **{"heads": 4, **change}))
+    case = Case(**{"lengths": (5,), "counts": (1,), "heads": 4, **change})
+    given = cases.inputs(case)
     given["rel_bias"] = prepare_bias(given["rel_bias"], 1)
     with pytest.raises(ValueError, match=message):
-        sm90.paged_attention(*given.values(), window=None, longest=1, context=5)
+        sm90.paged_attention(*given.values(), window=None, longest=case.longest, context=case.context)
 
 
 @pytest.mark.slow

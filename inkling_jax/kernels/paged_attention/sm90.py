@@ -73,6 +73,12 @@ def paged_attention(
     `plan`: decode_plan() of these rows, if the caller shares it between layers (XLA also merges equal plans of one program).
     """
     check(q, rel, k_pages, v_pages)
+    share = q.shape[1] // k_pages.shape[1]
+    if not is_decode(longest, share):
+        raise ValueError(
+            f"{longest} query tokens a row, {share} query heads a key head: the kernels take at most {MOST_QUERIES} tokens and "
+            f"{COMPUTE * ROWS} of both together; the reference takes any"
+        )
     if plan is None:
         plan = decode_plan(start, count, length, tokens=q.shape[0], kv_heads=k_pages.shape[1], window=window)
     return run_decode(q, rel, bias, k_pages, v_pages, table, start, count, length, plan, window=window, longest=longest)
