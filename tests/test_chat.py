@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inkling_jax.errors import InputError
-from inkling_jax.inputs.chat import Control, Segment, Text, encode_segments, render
+from inkling_jax.inputs.chat import render
 from inkling_jax.inputs.chat_template import ChatTemplate, chat_renderer
 from inkling_jax.inputs.control import CONTROL_TOKENS
 from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.messages import canonical_json
+from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "chat.json").read_text(encoding="utf-8"))["cases"]

@@ -12,7 +12,7 @@ from inkling_jax.config_quant import NVFP4_BLOCK, QUANT_FILE
 from inkling_jax.convert.header import DTYPES
 from inkling_jax.convert.progress import Progress
 from inkling_jax.convert.published import Layout, is_first_sparse, published_tensors
-from inkling_jax.convert.random_weights import original_shape, random_blocks
+from inkling_jax.convert.random_tensors import original_shape, random_blocks
 from inkling_jax.convert.safetensors_reader import DRAFT_HEAD, INDEX
 from inkling_jax.errors import InputError
 

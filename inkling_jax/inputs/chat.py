@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inkling_jax.inputs.messages import canonical_json, check_messages, check_tools, parse_effort
-from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
-
-__all__ = ["Control", "Segment", "Text", "encode_segments", "render"]
+from inkling_jax.inputs.segments import Control, Segment, Text
 
 _ROLE_TOKENS = {"system": "message_system", "user": "message_user", "assistant": "message_model", "tool": "message_tool"}
 
