@@ -334,6 +334,7 @@ def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> No
         ({"mesh": "tensor=two"}, InputError, "'tensor=two' is not AXIS=SIZE"),
         ({"mesh": {"tenor": 2}}, InputError, "'tenor=2' is not AXIS=SIZE"),
         ({"mesh": {"tensor": 0}}, InputError, "'tensor=0' is not AXIS=SIZE"),
+        ({"mesh": 8}, InputError, "mesh 8: expected axis sizes such as 'tensor=8'"),
         ({"mesh": "data=2"}, InputError, "mesh data=2: replicas are not supported yet"),
         ({"page_size": 0}, InputError, "page_size=0: expected an integer of at least 1"),
     ],

@@ -21,8 +21,10 @@ def mesh_sizes(mesh: str | Mapping[str, int] | None) -> dict[str, int]:
     """
     if isinstance(mesh, str):
         given = [(axis.strip(), size.strip()) for axis, _, size in (part.partition("=") for part in mesh.split(",") if part)]
-    else:
+    elif mesh is None or isinstance(mesh, Mapping):
         given = [(axis, str(size)) for axis, size in (mesh or {}).items()]
+    else:
+        raise InputError(f"mesh {mesh!r}: expected axis sizes such as 'tensor=8' or {{'tensor': 8}}")
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for axis, size in given:
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
