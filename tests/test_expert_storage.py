@@ -116,7 +116,7 @@ def test_a_choice_by_name_never_falls_back(caplog: pytest.LogCaptureFixture) -> 
     assert choose_kernels("sm90", text, jnp.bfloat16, "NVIDIA H200", {})
     with pytest.raises(InputError, match="cpu is not a Hopper GPU"):
         choose_kernels("sm90", text, jnp.bfloat16, "cpu", {})
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="inkling_jax"):
         assert not choose_kernels("auto", text, jnp.bfloat16, "NVIDIA H200", {})
     assert "reference path" in caplog.text and "on trial" in caplog.text
     assert not choose_kernels("reference", text, jnp.bfloat16, "NVIDIA H200", {})

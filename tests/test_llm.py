@@ -216,6 +216,15 @@ def test_chat_prompt_holds_control_tokens(idle: LLM) -> None:
     assert list(found).count(role["end_message"]) == 2
 
 
+@pytest.fixture
+def heeding() -> Iterator[None]:
+    """Ctrl-C raises, as at a terminal; a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding")
 def test_an_interrupt_waits_for_the_step_and_spoils_nothing(idle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a step: the step is booked, the call raises, and the model goes on as before."""
     (whole,) = idle.generate(TEXT, SAMPLED)
@@ -236,6 +245,7 @@ def test_an_interrupt_waits_for_the_step_and_spoils_nothing(idle: LLM, monkeypat
     assert idle.generate(TEXT, SAMPLED) == [whole]
 
 
+@pytest.mark.usefixtures("heeding")
 def test_a_second_interrupt_does_not_wait(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take the state with it, so the model is closed."""
     llm = load(directory)
