@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from inkling_jax.kernels.paged_attention.decode import DecodeShape
+from inkling_jax.kernels.paged_attention.decode_shape import DecodeShape
 from inkling_jax.kernels.paged_attention.mosaic import NEVER, WGMMA, int32
 from inkling_jax.kernels.paged_attention.plan import DecodePlan
 

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.paged_attention.bias import RelativeBias, padded_share
-from inkling_jax.kernels.paged_attention.decode import COMPUTE, MOST_QUERIES, DecodeShape, decode
+from inkling_jax.kernels.paged_attention.decode import decode
+from inkling_jax.kernels.paged_attention.decode_shape import COMPUTE, MOST_QUERIES, DecodeShape
 from inkling_jax.kernels.paged_attention.merge import merge
 from inkling_jax.kernels.paged_attention.mosaic import ROWS
 from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
