@@ -102,7 +102,7 @@ def run_rival(directory: Path, folder: Path, prompts: np.ndarray, chosen: Size) 
 
 def compare(directory: Path, prompts: np.ndarray, chosen: Size, rival: dict[str, Any]) -> tuple[list[Row], list[str]]:
     """Our side in both dtypes beside the other's; the rows of decode steps, and what failed."""
-    jax.block_until_ready(jax.jit(lambda: jax.numpy.ones(8))())  # starting the device is no part of loading
+    warm_up(directory.with_name("warm"))
     plan = WeightPlan.build(chosen.config, Checkpoint.open(directory))
     right, failures, seconds, errors = rival["logits float32"], [], {}, {}
     for dtype in ("bfloat16", "float32"):  # peaks of device memory are the process's: the smaller first
@@ -122,6 +122,12 @@ def compare(directory: Path, prompts: np.ndarray, chosen: Size, rival: dict[str,
     print(f"logits against those of Transformers in float32: ours in float32 {errors['float32']:.1e}, in bfloat16", end=" ")
     print(f"{errors['bfloat16']:.1e}; those of Transformers in bfloat16 {errors['rival']:.1e}")
     return step_rows(chosen, plan, seconds, rival, errors, loaded), failures
+
+
+def warm_up(directory: Path) -> None:
+    """Load a small model: what the device, its compiler and its transfers keep in host memory is no part of a checkpoint's load."""
+    write_checkpoint(directory, size(small=True).config)
+    inkling_jax.load(str(directory), dtype="bfloat16", quiet=True, max_context=256, kernels=KERNELS).close()
 
 
 def load_measured(directory: Path, dtype: str, chosen: Size, plan: WeightPlan) -> tuple[LLM, dict[str, Any]]:

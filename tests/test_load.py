@@ -94,11 +94,12 @@ def test_no_host_copy_and_no_stored_copy_outlives_its_turn(tmp_path: Path, monke
 
 @pytest.mark.parametrize("shape", [(7, 3, 5), (8, 6), (1, 40), (40,)])
 def test_a_transfer_in_slices_is_the_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Slices that divide the first axis, that do not, and rows larger than a slice."""
+    """Slices that divide the first axis, that do not, and rows larger than a slice; cast where another dtype is wanted."""
     monkeypatch.setattr(load, "SLICE_BYTES", 64)
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    placed = load._transfer_slices(array, CPU)
-    assert placed.devices() == {CPU} and np.array_equal(placed, array)
+    for dtype in (np.float32, jax.numpy.bfloat16):  # which holds these integers exactly
+        placed = load._place_slices(array, dtype, CPU)
+        assert placed.dtype == dtype and placed.devices() == {CPU} and np.array_equal(placed, array)
 
 
 MEMORY = """
@@ -165,7 +166,7 @@ def test_memory_of_a_gpu_peaks_one_tensor_above_the_weights(tmp_path: Path, dtyp
     measure(tmp_path / "large", "bf16", "write", "cpu", width=2048)
     loaded = measure(tmp_path / "large", "bf16", dtype, "cuda")
     assert loaded["host"] <= 3 * loaded["largest"], loaded
-    assert 0 <= loaded["device"] <= loaded["largest"] + 2**20, loaded
+    assert 0 <= loaded["device"] <= loaded["largest"], loaded
 
 
 class Terminal(io.StringIO):

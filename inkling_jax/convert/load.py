@@ -23,7 +23,7 @@ def stream_parameters(
 
     `device` is a device, a sharding, or a mapping from path to either. `progress` hears of the bytes read. Host memory peaks at
     the parameter being read and what its assembly needs beside it, device memory at the parameters so far and one tensor as
-    stored. Raises CheckpointError for content that is refused.
+    stored (onto one GPU, some slices of it). Raises CheckpointError for content that is refused.
     """
     for path, wanted in plan.abstract(dtype).items():
         array = _place(plan, path, wanted, device[path] if isinstance(device, Mapping) else device)
@@ -38,8 +38,16 @@ def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Prog
 
 
 def _place(plan: WeightPlan, path: str, wanted: jax.ShapeDtypeStruct, device: Any) -> jax.Array:
-    """One parameter, transferred as stored (half the bytes of a cast one) and waited for, so that its host copy can go."""
-    stored = _transfer(plan.assemble(path), device)
+    """One parameter, transferred as stored (half the bytes of a cast one) and waited for, so that its host copy can go.
+
+    Onto a single device that is not the CPU a large one goes slice by slice: a transfer is staged through pinned host memory that
+    is kept for the next, so a whole tensor at once would cost its size twice more.
+    """
+    array = plan.assemble(path)
+    devices = getattr(device, "device_set", {device})
+    if array.nbytes > SLICE_BYTES and len(devices) == 1 and next(iter(devices)).platform != "cpu":
+        return _place_slices(array, wanted.dtype, device)
+    stored = jax.block_until_ready(jax.device_put(array, device))
     if stored.dtype == wanted.dtype:
         return stored
     # Donating would not help, since a buffer of another width cannot be reused: drop it as soon as the cast is done.
@@ -48,26 +56,19 @@ def _place(plan: WeightPlan, path: str, wanted: jax.ShapeDtypeStruct, device: An
     return cast
 
 
-def _transfer(array: np.ndarray, device: Any) -> jax.Array:
-    """The array on its device. Onto a single one that is not the CPU a large array goes slice by slice: a transfer is staged
-    through pinned host memory that is kept for the next, so a whole tensor at once would cost its size twice more."""
-    devices = getattr(device, "device_set", {device})
-    if array.nbytes <= SLICE_BYTES or len(devices) > 1 or next(iter(devices)).platform == "cpu":
-        return jax.block_until_ready(jax.device_put(array, device))
-    return _transfer_slices(array, device)
-
-
-def _transfer_slices(array: np.ndarray, device: Any) -> jax.Array:
-    """The array, filled in on the device in slices of its first axis; the last one overlaps the one before where it must."""
+def _place_slices(array: np.ndarray, dtype: Any, device: Any) -> jax.Array:
+    """The array, filled in and cast on the device in slices of its first axis; the last overlaps the one before if it must."""
     length = len(array)
     rows = min(length, max(1, SLICE_BYTES // (array.nbytes // length)))
-    whole = jnp.zeros(array.shape, array.dtype, device=device)
+    whole = jnp.zeros(array.shape, dtype, device=device)
     for start in range(0, length, rows):
         start = min(start, length - rows)
-        whole = jax.block_until_ready(_fill(whole, jax.device_put(array[start : start + rows], device), start))
+        part = jax.device_put(array[start : start + rows], device)
+        whole = jax.block_until_ready(_fill(whole, part, start))
+        part.delete()
     return whole
 
 
 @partial(jax.jit, donate_argnums=0)
 def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, axis=0)
