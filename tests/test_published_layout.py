@@ -12,8 +12,8 @@ import pytest
 from checkpoint_files import TYPES, load
 
 from inkling_jax.config import ModelConfig, preset
+from inkling_jax.config_vision import vision_folds
 from inkling_jax.convert.published import published_tensors
-from inkling_jax.convert.vision_widths import vision_widths
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,11 @@ def test_releases_have_the_published_totals(name: str, packed: bool, tensors: in
 def test_vision_towers_have_the_published_widths() -> None:
     vision = preset("inkling").vision
     assert vision is not None
-    assert vision_widths(vision) == [(75, 128), (512, 320), (5120, 4800), (9600, 6144)]  # spec 4.2
-    assert vision_widths(dataclasses.replace(vision, num_layers=1)) == [(9600, 6144)]
-    deep = vision_widths(dataclasses.replace(vision, num_layers=24))
-    assert len(deep) == 24 and deep[0][0] == 3 and deep[-1] == (9600, 6144)
+    released = [(1, 5, 75, 128), (1, 2, 512, 320), (1, 4, 5120, 4800), (2, 1, 9600, 6144)]
+    assert vision_folds(vision) == released  # spec 4.2
+    assert vision_folds(dataclasses.replace(vision, num_layers=1)) == [(2, 40, 9600, 6144)]
+    deep = vision_folds(dataclasses.replace(vision, num_layers=24))
+    assert len(deep) == 24 and deep[0].inputs == 3 and deep[-1] == (1, 1, 9600, 6144)
 
 
 @pytest.mark.parametrize(("name", "fmt"), [("tiny", "bf16"), ("tiny", "nvfp4"), ("wide", "nvfp4"), ("gpu", "nvfp4")])

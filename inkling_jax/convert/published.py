@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inkling_jax.config import AttentionConfig, ModelConfig, TextConfig
-from inkling_jax.convert.vision_widths import vision_widths
+from inkling_jax.config_vision import vision_folds
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -107,11 +107,11 @@ def _towers(config: ModelConfig) -> Layout:
         if audio.use_norm:
             layout["model.audio.final_norm.weight"] = ("BF16", (audio.hidden_size,))
     if (vision := config.vision) is not None:
-        linears = vision_widths(vision)
-        for index, (columns, rows) in enumerate(linears):
-            layout[f"model.visual.layers.linear_{index}.weight"] = ("BF16", (rows, columns))
-            if index < len(linears) - 1:
-                layout[f"model.visual.layers.norm_{index}.weight"] = ("BF16", (rows,))
+        folds = vision_folds(vision)
+        for index, fold in enumerate(folds):
+            layout[f"model.visual.layers.linear_{index}.weight"] = ("BF16", (fold.outputs, fold.inputs))
+            if index < len(folds) - 1:
+                layout[f"model.visual.layers.norm_{index}.weight"] = ("BF16", (fold.outputs,))
         if vision.use_norm:
             layout["model.visual.final_norm.weight"] = ("BF16", (vision.hidden_size,))
     return layout

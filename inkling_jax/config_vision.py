@@ -1,21 +1,31 @@
-"""Widths of the linears of the hMLP vision tower, which its configuration implies but does not list (spec 4.2)."""
+"""The plan of the hMLP vision tower, which its configuration implies but does not list (spec 4.2). Knows no arrays."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from inkling_jax.config import VisionConfig
+from inkling_jax.config_parts import VisionConfig
 
 
-def vision_widths(vision: VisionConfig) -> list[tuple[int, int]]:
-    """(in, out) width of each linear of the hMLP tower: each folds the patches of one scale into those of the next (spec 4.2)."""
+class VisionFold(NamedTuple):
+    """One linear of the tower: blocks of `time` x `side` x `side` of the grid before it become one place of the grid after it."""
+
+    time: int
+    side: int
+    inputs: int  # columns of the linear: time * side**2 * channels before
+    outputs: int  # its rows: channels after
+
+
+def vision_folds(vision: VisionConfig) -> list[VisionFold]:
+    """The linears of the hMLP tower in order: each folds the places of one scale into those of the next (spec 4.2)."""
     scales = _vision_scales(vision)
-    widths = []
-    for index, (small, large) in enumerate(zip(scales, scales[1:], strict=False)):
-        fold = (large[0] // small[0]) * (large[1] // small[1]) ** 2
-        last = index == len(scales) - 2
-        widths.append((fold * small[2], vision.hidden_size if last else large[2]))
-    return widths
+    folds = []
+    for small, large in zip(scales, scales[1:], strict=False):
+        time, side = large[0] // small[0], large[1] // small[1]
+        folds.append(VisionFold(time, side, time * side**2 * small[2], large[2]))
+    folds[-1] = folds[-1]._replace(outputs=vision.hidden_size)
+    return folds
 
 
 def _vision_scales(vision: VisionConfig) -> list[tuple[int, int, int]]:
