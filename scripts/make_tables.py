@@ -22,8 +22,9 @@ from inkling_jax.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- table: (?P<name>\w+)(?P<words>[^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHARE = "bound / time"  # where a table has this column, the line above it names the ceiling
+WHO = "implementation"  # where a table has this column, implementations stand side by side
 # Rows that agree in these, and under a bound in its ceiling, share a table and the line above it.
-RUN, CEILING = ("device", "devices", "date", "jax", "kernels"), ("ceiling", "ceiling_gbs")
+RUN, CEILING = ("device", "devices", "date", "jax"), ("ceiling", "ceiling_gbs")
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -62,6 +63,15 @@ COLUMNS: dict[str, list[Column]] = {
         (SHARE, _percent("ratio")),
         ("plan us a step", _number("plan_us", 1)),
     ],
+    "compare_transformers": [
+        ("batch", _number("batch")),
+        (WHO, lambda row: row["kernels"] if row["bench"].endswith("_rival") else f"inkling_jax, {row['kernels']}"),
+        ("tokens/s", _number("tokens_per_s", 1)),
+        ("ms a step", _number("time_us", 2, 1e-3)),
+        ("bound ms", _number("bound_us", 2, 1e-3)),
+        (SHARE, _percent("ratio")),
+        ("bfloat16 logits", _error("rel_err")),
+    ],
     "oracle": [
         ("case", lambda row: row["case"]),
         ("logits", _error("rel_err")),
@@ -77,18 +87,19 @@ def tables(name: str, rows: Sequence[Row]) -> str:
     """Rows in Markdown: for each run a line that says where, when and against what, then a table."""
     columns = COLUMNS[name]
     headings = [heading for heading, _ in columns]
-    bounded = SHARE in headings
+    bounded, apart = SHARE in headings, WHO not in headings
+    fields = (*RUN, *(("kernels",) if apart else ()), *(CEILING if bounded else ()))
     runs: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        runs.setdefault(tuple(row.get(field) for field in (*RUN, *(CEILING if bounded else ()))), []).append(row)
+        runs.setdefault(tuple(row.get(field) for field in fields), []).append(row)
     lines = []
     for together in runs.values():
         first = together[0]
+        who = f", implementation: {first['kernels']}" if apart else ""
         ceiling = f"; read ceiling {first['ceiling_gbs']:,.0f} GB/s ({first['ceiling']})" if bounded else ""
         lines += [
             "",
-            f"{first['devices']} x {first['device']}, {first['date']}, jax {first['jax']}, "
-            f"implementation: {first['kernels']}{ceiling}",
+            f"{first['devices']} x {first['device']}, {first['date']}, jax {first['jax']}{who}{ceiling}",
             "",
             "| " + " | ".join(headings) + " |",
             "|" + "---|" * len(headings),

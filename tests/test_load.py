@@ -135,7 +135,8 @@ else:
     held = sum(array.nbytes for array in parameters.values())
     if device.platform == "cpu":
         host -= held
-    on_device = (device.memory_stats() or {}).get("peak_bytes_in_use", 0) - held
+    stats = device.memory_stats() or {"peak_bytes_in_use": 0, "bytes_in_use": 0}
+    on_device = stats["peak_bytes_in_use"] - stats["bytes_in_use"]  # the allocator rounds: a little more than `held` is in use
     print(json.dumps({"largest": largest, "held": held, "host": host, "device": on_device}))
 """
 
