@@ -124,7 +124,7 @@ def compare(directory: Path, prompts: np.ndarray, chosen: Size, rival: dict[str,
 
 
 def warm_up(directory: Path) -> None:
-    """Load a small model: what the device, its compiler and its transfers keep in host memory is no part of a checkpoint's load."""
+    """Load a small model: what device, compiler and transfers keep in host memory is no part of a checkpoint's load."""
     write_checkpoint(directory, size(small=True).config)
     inkling_jax.load(str(directory), dtype="bfloat16", quiet=True, max_context=256, kernels=KERNELS).close()
 
@@ -225,7 +225,7 @@ def step_rows(
     for batch, bench, kernels, taken in sorted(ways, key=lambda way: way[0]):
         traffic = step_traffic(plan.abstract("bfloat16"), text, {}, rows=batch, queries=1, contexts=contexts)
         ours = bench == "step"
-        about = {"rel_err_float32": errors["float32"]} | loaded if ours else {name: rival[name] for name in ("torch", "experts")}
+        about: dict[str, Any] = {"rel_err_float32": errors["float32"]} | loaded if ours else {name: rival[name] for name in ("torch", "experts")}
         rows.append(
             make_row(
                 bench,
