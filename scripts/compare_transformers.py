@@ -225,7 +225,9 @@ def step_rows(
     for batch, bench, kernels, taken in sorted(ways, key=lambda way: way[0]):
         traffic = step_traffic(plan.abstract("bfloat16"), text, {}, rows=batch, queries=1, contexts=contexts)
         ours = bench == "step"
-        about: dict[str, Any] = {"rel_err_float32": errors["float32"]} | loaded if ours else {name: rival[name] for name in ("torch", "experts")}
+        about: dict[str, Any] = {name: rival[name] for name in ("torch", "experts")}
+        if ours:
+            about = {"rel_err_float32": errors["float32"]} | loaded
         rows.append(
             make_row(
                 bench,
