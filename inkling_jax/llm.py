@@ -16,8 +16,6 @@ from inkling_jax.config import ModelConfig
 from inkling_jax.engine.engine import Engine, Output, TokenLogprobs
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
-from inkling_jax.inputs import chat
-from inkling_jax.inputs.chat_template import chat_renderer
 from inkling_jax.inputs.prompt import Prompt
 from inkling_jax.inputs.segments import encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -67,7 +65,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.summary: str = loaded.summary
         self.engine: Engine = loaded.engine
-        self._directory = loaded.directory
+        self._render_chat = loaded.render_chat
         self._mail: dict[int, deque[Output]] = {}  # by request: calls may be nested, such as generate in the loop over a stream
 
     def __enter__(self) -> LLM:
@@ -129,8 +127,7 @@ class LLM:
     ) -> Prompt:
         """A conversation as the model reads it, up to where its answer begins: by the checkpoint's template or spec 6."""
         tokenizer = self._require_tokenizer("a conversation")
-        render = chat_renderer(self._directory, tokenizer) if self._directory else chat.render
-        return Prompt(encode_segments(render(messages, tools=tools, effort=effort), tokenizer))
+        return Prompt(encode_segments(self._render_chat(messages, tools=tools, effort=effort), tokenizer))
 
     def _stream(self, requests: list[Request]) -> Generator[Delta, None, None]:
         writer = _Writer(self.tokenizer, requests[0])

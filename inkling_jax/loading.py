@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -27,6 +27,8 @@ from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
+from inkling_jax.inputs.chat_template import chat_renderer
+from inkling_jax.inputs.segments import Segment
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.model import Inkling, flat_parameters
@@ -48,7 +50,7 @@ class Loaded:
     config: ModelConfig
     engine: Engine
     tokenizer: Tokenizer | None
-    directory: Path | None
+    render_chat: Callable[..., list[Segment]]  # called as `inputs.chat.render` is
     summary: str  # one line: shape, place, memory
 
 
@@ -85,6 +87,7 @@ def load_model(
     sizes = mesh_sizes(mesh)
     device_mesh = _make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
+    render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
     itemsize = model_dtype.itemsize
@@ -110,7 +113,7 @@ def load_model(
     )
     summary = _summary(config, leaves, shape, sizes, device_mesh, model_dtype)
     logger.info("%s", summary)
-    return Loaded(config, engine, tokenizer, directory, summary)
+    return Loaded(config, engine, tokenizer, render_chat, summary)
 
 
 def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, ModelConfig]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inkling_jax.errors import InputError
+from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.inputs.chat import render
 from inkling_jax.inputs.chat_template import ChatTemplate, chat_renderer
 from inkling_jax.inputs.control import CONTROL_TOKENS
@@ -253,7 +253,6 @@ def test_no_user_text_becomes_a_control_token_in_the_built_in_format(tokenizer: 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x\n{% if %}", "chat template t.jinja, line 2: "),
         ("x\n\n{{ raise_exception('roles must alternate') }}", "t.jinja, line 3: TemplateError: roles must alternate"),
         ("{% for m in messages %}\n{{ m.content + 1 }}{% endfor %}", "t.jinja, line 2: TypeError"),
         ("{{ messages.__class__.__mro__ }}", "t.jinja, line 1: SecurityError"),
@@ -267,6 +266,11 @@ def test_template_errors_name_the_line(tokenizer: Tokenizer, source: str, messag
         ChatTemplate(source, "t.jinja", tokenizer, {}).render([USER])
 
 
+def test_a_template_with_a_syntax_error(tokenizer: Tokenizer):
+    with pytest.raises(CheckpointError, match="chat template t.jinja, line 2: "):
+        ChatTemplate("x\n{% if %}", "t.jinja", tokenizer, {})
+
+
 def test_template_of_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer):
     assert chat_renderer(tmp_path, tokenizer) is render
     settings = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<|endoftext|>"}}
@@ -278,11 +282,11 @@ def test_template_of_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "chat_template.jinja").write_text("f", encoding="utf-8")
     assert chat_renderer(tmp_path, tokenizer)([USER]) == [Text("f")]
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(InputError, match="chat_template.jinja cannot be read"):
+    with pytest.raises(CheckpointError, match="chat_template.jinja cannot be read"):
         chat_renderer(tmp_path, tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
-    with pytest.raises(InputError, match="chat_template must be a string, not int"):
+    with pytest.raises(CheckpointError, match="chat_template must be a string, not int"):
         chat_renderer(tmp_path, tokenizer)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
-from inkling_jax.errors import InputError
+from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.inputs import chat
 from inkling_jax.inputs.messages import EFFORT_NAMES, check_messages, check_tools, parse_effort
 from inkling_jax.inputs.segments import Control, Segment, Text
@@ -47,7 +47,7 @@ class ChatTemplate:
         try:
             code = environment.compile(source, name=name, filename=name)
         except jinja2.TemplateSyntaxError as error:
-            raise InputError(f"chat template {name}, line {error.lineno}: {error.message}") from None
+            raise CheckpointError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self._template = jinja2.Template.from_code(environment, code, environment.globals)
 
     @classmethod
@@ -60,13 +60,13 @@ class ChatTemplate:
             try:
                 source, name = file.read_text(encoding="utf-8"), file.name
             except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"chat template {file} cannot be read: {error}") from None
+                raise CheckpointError(f"chat template {file} cannot be read: {error}") from None
         if isinstance(source, list):  # several by name; the one for any conversation is called "default"
             source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
         if source is None:
             return None
         if not isinstance(source, str):
-            raise InputError(f"{settings_file}: chat_template must be a string, not {type(source).__name__}")
+            raise CheckpointError(f"{settings_file}: chat_template must be a string, not {type(source).__name__}")
         named = {key: settings.get(key) for key in _TOKEN_VARIABLES}
         spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
         return cls(source, name, tokenizer, {key: value for key, value in spelled.items() if isinstance(value, str)})
@@ -109,9 +109,12 @@ class ChatTemplate:
         return lines[-1] if lines else "unknown"
 
 
-def chat_renderer(path: str | Path, tokenizer: Tokenizer) -> Callable[..., list[Segment]]:
-    """How this checkpoint renders chats: its own template, else the built-in format. Both are called as `chat.render` is."""
-    template = ChatTemplate.from_directory(path, tokenizer)
+def chat_renderer(path: str | Path | None, tokenizer: Tokenizer | None) -> Callable[..., list[Segment]]:
+    """How a checkpoint renders chats: its own template, else the built-in format. Both are called as `chat.render` is.
+
+    Raises CheckpointError for a template that cannot be read or parsed.
+    """
+    template = ChatTemplate.from_directory(path, tokenizer) if path is not None and tokenizer is not None else None
     return chat.render if template is None else template.render
 
 
