@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from inkling_jax.cache.paged import Cache
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.config import TextConfig
+from inkling_jax.layers.attention import AttentionStep
 from inkling_jax.layers.decoder import DecoderLayer
 from inkling_jax.layers.linear import linear
 from inkling_jax.layers.norm import RMSNorm
@@ -53,14 +54,16 @@ class Inkling(nnx.Module):
         h = embedding_rows(self.embed[...], token_ids)
         if self.embed_norm is not None:
             h = self.embed_norm(h)
-        tables = {local: cache.table(local)[ragged.slot] for local in (False, True)}
+        steps: dict[bool, AttentionStep] = {}  # by kind of layer
         layers, sparse = [], 0
         for i, layer in enumerate(self.layers):
             if tape is not None:
                 tape[f"hidden.{i}"] = h
             routing: dict[str, Array] | None = {} if tape is not None else None
             local = self.local_layers[i]
-            h, state = layer(h, cache.layers[i], tables[local], ragged, context, routing)
+            if local not in steps:
+                steps[local] = layer.attn.step(cache.table(local)[ragged.slot], ragged, context)
+            h, state = layer(h, cache.layers[i], steps[local], ragged, routing)
             layers.append(state)
             if tape is not None and routing:
                 tape.update({f"moe.{sparse}.{name}": value for name, value in routing.items()})

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inkling_jax.kernels.paged_attention import cases, sm90
+from inkling_jax.kernels.paged_attention import cases, paged_attention, plan_attention, reference, sm90
 from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, prepare_bias, shear_offset
 from inkling_jax.kernels.paged_attention.cases import Case
 from inkling_jax.kernels.paged_attention.plan import plan_decode, tile_range
-from inkling_jax.kernels.paged_attention.reference import paged_attention
 
 LOCAL = {"window": 128, "extent": 128}
 INTERPRETED = {
@@ -109,15 +108,15 @@ def test_window_tiles_reach_from_the_first_query_back(lengths, count, expected):
 
 def test_bias_tables_hold_the_weight_by_distance():
     rel_bias = jnp.asarray(np.random.default_rng(0).normal(size=(100, 16)), jnp.bfloat16)
-    tables = prepare_bias(rel_bias, 8)
+    tables = prepare_bias(rel_bias)
     for shift in (0, 5):
         for distance in (-1, 0, 37, 99, 100):
             want = rel_bias[distance] if 0 <= distance < 100 else jnp.zeros(16)
             got = tables.reversed[shift, EDGE_ROWS + 99 - distance - shift]
             assert (got == want).all()
             token = 3
-            sheared = tables.sheared[shear_offset(100, 8) + token - distance]
-            assert (sheared.reshape(8, 16)[token] == want).all()
+            sheared = tables.sheared[shear_offset(100) + token - distance]
+            assert (sheared.reshape(16, 16)[token] == want).all()
 
 
 @pytest.mark.parametrize(
@@ -132,9 +131,11 @@ def test_bias_tables_hold_the_weight_by_distance():
 def test_sizes_that_the_kernels_do_not_take_are_refused(change, message):
     case = Case(**{"lengths": (5,), "counts": (1,), "heads": 4, **change})
     given = cases.inputs(case)
-    given["rel_bias"] = prepare_bias(given["rel_bias"], 1)
+    given["rel_bias"] = prepare_bias(given["rel_bias"])
+    rows = [given[name] for name in ("start", "count", "length")]
+    planned = sm90.decode_plan(*rows, tokens=given["q"].shape[0], kv_heads=case.kv_heads, window=None)
     with pytest.raises(ValueError, match=message):
-        sm90.paged_attention(*given.values(), window=None, longest=case.longest, context=case.context)
+        sm90.paged_attention(*given.values(), plan=planned, window=None, longest=case.longest)
 
 
 @pytest.mark.slow
@@ -142,10 +143,14 @@ def test_sizes_that_the_kernels_do_not_take_are_refused(change, message):
 def test_decode_lowers_for_a_gpu(case):
     short = tuple(min(length, 200) for length in case.lengths)  # nothing but the shapes of the pages depends on it
     given = cases.inputs(Case(short, case.counts, case.heads, case.kv_heads, case.window, case.extent, case.page, case.width))
-    given["rel_bias"] = prepare_bias(given["rel_bias"], case.heads // case.kv_heads)
+    given["rel_bias"] = prepare_bias(given["rel_bias"])
+
+    statics = {"window": case.window, "longest": case.longest}
 
     def attend(*arguments):
-        return sm90.paged_attention(*arguments, window=case.window, longest=case.longest, context=case.context)
+        tokens, heads, _ = arguments[0].shape
+        plan = plan_attention(arguments[2], *arguments[6:], tokens=tokens, heads=heads, kv_heads=case.kv_heads, **statics)
+        return paged_attention(*arguments, context=case.context, plan=plan, **statics)
 
     text = jax.jit(attend).trace(*given.values()).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -156,8 +161,8 @@ def interpret(name: str) -> dict[str, float]:
     case = INTERPRETED[name]
     given = cases.inputs(case)
     floats = {k: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for k, a in given.items()}
-    want = np.asarray(paged_attention(**floats, window=case.window, longest=case.longest, context=case.context))
-    given["rel_bias"] = prepare_bias(given["rel_bias"], case.heads // case.kv_heads)
+    want = np.asarray(reference.paged_attention(**floats, window=case.window, longest=case.longest, context=case.context))
+    given["rel_bias"] = prepare_bias(given["rel_bias"])
     rows = [given[k] for k in ("start", "count", "length")]
     options = {"tokens": given["q"].shape[0], "kv_heads": case.kv_heads, "window": case.window, "programs": 3, "shortest": 1}
     planned = plan_decode(*rows, **options)

@@ -70,7 +70,7 @@ def check(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     del floats
     plan, attend = variant_call(case, **options)
     rows = (given["start"], given["count"], given["length"])
-    given["rel_bias"] = prepare_bias(given["rel_bias"], case.heads // case.kv_heads)
+    given["rel_bias"] = prepare_bias(given["rel_bias"])
     got, again = (np.asarray(attend(*given.values(), plan(*rows))).astype(np.float32) for _ in range(2))
     norms = np.linalg.norm(want, axis=(1, 2))
     worst = np.linalg.norm(got - want, axis=(1, 2))[norms > 0] / norms[norms > 0]
@@ -104,7 +104,7 @@ def timed(case: Case, variants: dict[str, dict[str, Any]], ceilings: dict[str, A
     for _ in range(calls):
         tables.append(jnp.asarray(cases.table_of(case, pool, rng)[0]))
     small = cases.inputs(Case((1,) * len(case.counts), case.counts, case.heads, case.kv_heads, case.window, case.extent))
-    bias = prepare_bias(small["rel_bias"], case.heads // case.kv_heads)
+    bias = prepare_bias(small["rel_bias"])
     k_pages, v_pages = (page_pool(pool, case, seed) for seed in (0, 1))
     row_args = (small["start"], small["count"], jnp.asarray(case.lengths, jnp.int32))
     bound = case.key_bytes / ceilings["read"] * 1e6

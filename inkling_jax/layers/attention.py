@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -11,12 +13,34 @@ from jaxtyping import Array, Float, Int
 from inkling_jax.cache.paged import LayerCache, append
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.config import TextConfig
-from inkling_jax.kernels.paged_attention import paged_attention
+from inkling_jax.kernels.paged_attention import RelativeBias, paged_attention, plan_attention, prepare_bias
 from inkling_jax.layers.linear import linear
 from inkling_jax.layers.norm import RMSNorm
 from inkling_jax.layers.param import param
 from inkling_jax.layers.short_conv import ShortConv
 from inkling_jax.sharding.collectives import sum_over_model
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionStep:
+    """What the attention of all layers of one kind, global or local, shares in a step."""
+
+    table: Int[Array, "B width"]  # pages of the rows
+    context: int  # no row is longer
+    plan: Any  # of the kernels, from plan_attention; None without them
+
+
+class KernelBias(nnx.Module):
+    """The bias of a layer in the form of the Hopper kernels, made by prepare_bias of its weight."""
+
+    def __init__(self, weight: jax.ShapeDtypeStruct):
+        made = jax.eval_shape(prepare_bias, weight)
+        for field in dataclasses.fields(RelativeBias):
+            table = getattr(made, field.name)
+            setattr(self, field.name, param(table.shape, table.dtype, (None,) * table.ndim))
+
+    def __call__(self) -> RelativeBias:
+        return RelativeBias(*(getattr(self, field.name)[...] for field in dataclasses.fields(RelativeBias)))
 
 
 class Attention(nnx.Module):
@@ -31,7 +55,7 @@ class Attention(nnx.Module):
         self.o_proj = param((config.hidden_size, heads * width), dtype, (None, "heads"))
         self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype)
-        self.rel_bias = param((shape.rel_extent, config.rel_dim), dtype, (None, None))
+        self.rel_bias: nnx.Param | KernelBias = param((shape.rel_extent, config.rel_dim), dtype, (None, None))
         self.k_conv = ShortConv((kv_heads, width), config.conv_width, dtype, ("kv_heads", None))
         self.v_conv = ShortConv((kv_heads, width), config.conv_width, dtype, ("kv_heads", None))
         self.head_dim, self.rel_dim, self.window = width, config.rel_dim, shape.window
@@ -40,8 +64,29 @@ class Attention(nnx.Module):
             (config.log_scaling_floor, config.log_scaling_alpha) if is_global and config.log_scaling_floor else None
         )
 
+    def use_kernels(self) -> None:
+        """Hold the bias in the form of the kernels from now on, and with it choose them."""
+        assert isinstance(self.rel_bias, nnx.Param)
+        self.rel_bias = KernelBias(self.rel_bias.get_value())
+
+    def step(self, table: Int[Array, "B width"], ragged: Ragged, context: int) -> AttentionStep:
+        """What this layer and all of its kind need in a step. `context` bounds the rows' lengths statically."""
+        kv_heads, group, _ = self.qkvr_proj[...].shape
+        plan = plan_attention(
+            self._bias(),
+            ragged.start,
+            ragged.count,
+            ragged.length,
+            tokens=ragged.row.shape[0],
+            heads=kv_heads * self._share(group),
+            kv_heads=kv_heads,
+            window=self.window,
+            longest=ragged.longest,
+        )
+        return AttentionStep(table, context, plan)
+
     def __call__(
-        self, x: Float[Array, "T D"], cache: LayerCache, table: Int[Array, "B width"], ragged: Ragged, context: int
+        self, x: Float[Array, "T D"], cache: LayerCache, step: AttentionStep, ragged: Ragged
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """Attention output after the output projection, summed over ranks, and the cache with these tokens appended."""
         q, k, v, rel = self._project(x)
@@ -53,8 +98,8 @@ class Attention(nnx.Module):
             q, rel = (q * tau).astype(x.dtype), (rel * tau).astype(x.dtype)
         cache = dataclasses.replace(
             cache,
-            k_pages=append(cache.k_pages, k, table, ragged),
-            v_pages=append(cache.v_pages, v, table, ragged),
+            k_pages=append(cache.k_pages, k, step.table, ragged),
+            v_pages=append(cache.v_pages, v, step.table, ragged),
             k_conv=k_state,
             v_conv=v_state,
         )
@@ -62,16 +107,17 @@ class Attention(nnx.Module):
         out = paged_attention(
             q.reshape(tokens, kv_heads * share, width),
             rel.reshape(tokens, kv_heads * share, self.rel_dim),
-            self.rel_bias[...],
+            self._bias(),
             cache.k_pages,
             cache.v_pages,
-            table,
+            step.table,
             ragged.start,
             ragged.count,
             ragged.length,
             window=self.window,
             longest=ragged.longest,
-            context=context,
+            context=step.context,
+            plan=step.plan,
         )
         return sum_over_model(linear(out.reshape(tokens, -1), self.o_proj[...])), cache
 
@@ -79,10 +125,17 @@ class Attention(nnx.Module):
         """q [T, K, n, H], k and v [T, K, H], r [T, K, n, rel_dim] of n query heads for each of K key heads."""
         weight = self.qkvr_proj[...]
         kv_heads, group, _ = weight.shape
-        share = (group - 2 * self.head_dim) // (self.head_dim + self.rel_dim)
+        share = self._share(group)
         y = linear(x, weight.reshape(kv_heads * group, -1)).reshape(-1, kv_heads, group)
         q, k, v, rel = jnp.split(y, [share * self.head_dim, (share + 1) * self.head_dim, (share + 2) * self.head_dim], axis=-1)
         return q.reshape(-1, kv_heads, share, self.head_dim), k, v, rel.reshape(-1, kv_heads, share, self.rel_dim)
+
+    def _share(self, group: int) -> int:
+        """Query heads of a key head, from the rows of the projection that belong to it."""
+        return (group - 2 * self.head_dim) // (self.head_dim + self.rel_dim)
+
+    def _bias(self) -> Float[Array, "R r"] | RelativeBias:
+        return self.rel_bias() if isinstance(self.rel_bias, KernelBias) else self.rel_bias[...]
 
 
 def log_scale(position: Int[Array, " T"], floor: int, alpha: float) -> Float[Array, " T"]:

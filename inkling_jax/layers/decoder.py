@@ -6,12 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from inkling_jax.cache.paged import LayerCache
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.config import TextConfig
-from inkling_jax.layers.attention import Attention
+from inkling_jax.layers.attention import Attention, AttentionStep
 from inkling_jax.layers.experts import SparseMLP
 from inkling_jax.layers.mlp import DenseMLP
 from inkling_jax.layers.norm import RMSNorm
@@ -34,13 +34,12 @@ class DecoderLayer(nnx.Module):
         self,
         h: Float[Array, "T D"],
         cache: LayerCache,
-        table: Int[Array, "B width"],
+        step: AttentionStep,
         ragged: Ragged,
-        context: int,
         tape: dict[str, Array] | None = None,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """The residual stream after this layer and its cache. `tape` receives a sparse layer's routing."""
-        y, cache = self.attn(self.attn_norm(h), cache, table, ragged, context)
+        y, cache = self.attn(self.attn_norm(h), cache, step, ragged)
         y, attn_state = self.attn_conv(y, cache.attn_conv, ragged)
         h = h + y
         m = self.mlp_norm(h)

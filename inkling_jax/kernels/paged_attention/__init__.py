@@ -1,5 +1,70 @@
-"""Attention over a paged cache with a learned relative bias (spec 2.3)."""
+"""Attention over a paged cache with a learned relative bias (spec 2.3).
 
-from inkling_jax.kernels.paged_attention.reference import paged_attention
+The form of the bias chooses the implementation: the weight as it is runs anywhere, its tables (`bias.prepare_bias`) on Hopper.
+"""
 
-__all__ = ["paged_attention"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxtyping import Array, Float, Int
+
+from inkling_jax.kernels.paged_attention import reference
+from inkling_jax.kernels.paged_attention.bias import RelativeBias, prepare_bias
+
+if TYPE_CHECKING:
+    from inkling_jax.kernels.paged_attention.plan import DecodePlan
+
+__all__ = ["RelativeBias", "paged_attention", "plan_attention", "prepare_bias"]
+
+
+def plan_attention(
+    rel_bias: Float[Array, "R r"] | RelativeBias,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    longest: int,
+) -> DecodePlan | None:
+    """How a step's work is divided, the same for all layers with these heads and this window. None: nothing is to be planned."""
+    if not isinstance(rel_bias, RelativeBias):
+        return None
+    from inkling_jax.kernels.paged_attention import sm90  # Pallas' GPU half takes a while to import, and few need it
+
+    if not sm90.is_decode(longest, heads // kv_heads):
+        return None
+    return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window)
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    rel: Float[Array, "T N r"],
+    rel_bias: Float[Array, "R r"] | RelativeBias,
+    k_pages: Float[Array, "pages K P H"],
+    v_pages: Float[Array, "pages K P H"],
+    table: Int[Array, "B width"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    window: int | None,
+    longest: int,
+    context: int,
+    plan: DecodePlan | None = None,
+) -> Float[Array, "T N H"]:
+    """See `reference.paged_attention`. `plan`: plan_attention() of these rows.
+
+    Prompts run on the reference whatever the form of the bias.
+    """
+    rows = (k_pages, v_pages, table, start, count, length)
+    if plan is not None:
+        assert isinstance(rel_bias, RelativeBias)  # what is planned for has the form that asks for it
+        from inkling_jax.kernels.paged_attention import sm90
+
+        return sm90.paged_attention(q, rel, rel_bias, *rows, plan, window=window, longest=longest)
+    weight = rel_bias.weight if isinstance(rel_bias, RelativeBias) else rel_bias
+    return reference.paged_attention(q, rel, weight, *rows, window=window, longest=longest, context=context)

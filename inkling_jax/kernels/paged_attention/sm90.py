@@ -1,6 +1,6 @@
 """Paged attention with the learned relative bias on Hopper GPUs: the reference's semantics in bfloat16, at the speed of memory.
 
-A model holds `prepare_bias(rel_bias, heads // kv_heads)` of each layer in place of rel_bias: tables made of the weight alone.
+A model holds `prepare_bias(rel_bias)` of each layer in place of rel_bias: tables made of the weight alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
 
 PAGE_SIZES = (64, 128)
 HEAD_WIDTHS = (64, 128)
+REL_RANK = 16
 PROCESSORS = 132  # of H100 and H200; another count only spreads the work less evenly
 SHORTEST_RUN = 2  # key tiles that are worth a program and the merge of its part
 
@@ -63,15 +64,14 @@ def paged_attention(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     length: Int[Array, " B"],
+    plan: DecodePlan,
     *,
     window: int | None,
     longest: int,
-    context: int,
-    plan: DecodePlan | None = None,
 ) -> Float[Array, "T N H"]:
     """As reference.paged_attention, with the bias in prepared form. All arrays are bfloat16; pages hold 64 or 128 tokens.
 
-    `plan`: decode_plan() of these rows, if the caller shares it between layers (XLA also merges equal plans of one program).
+    `plan`: decode_plan() of these rows, which layers share.
     """
     check(q, rel, k_pages, v_pages)
     share = q.shape[1] // k_pages.shape[1]
@@ -80,9 +80,18 @@ def paged_attention(
             f"{longest} query tokens a row, {share} query heads a key head: the kernels take at most {MOST_QUERIES} tokens and "
             f"{COMPUTE * ROWS} of both together; the reference takes any"
         )
-    if plan is None:
-        plan = decode_plan(start, count, length, tokens=q.shape[0], kv_heads=k_pages.shape[1], window=window)
     return run_decode(q, rel, bias, k_pages, v_pages, table, start, count, length, plan, window=window, longest=longest)
+
+
+def unsupported(page: int, width: int, rank: int) -> str | None:
+    """Why the kernels cannot take pages of `page` tokens, heads of `width`, `rank` bias coefficients a head; None: they can."""
+    if page not in PAGE_SIZES:
+        return f"pages of {page} tokens: the kernels take {PAGE_SIZES}; the reference takes any power of two"
+    if width not in HEAD_WIDTHS:
+        return f"heads of width {width}: the kernels take {HEAD_WIDTHS}; the reference takes any"
+    if rank != REL_RANK:
+        return f"{rank} bias coefficients a head: the kernels take {REL_RANK}; the reference takes any"
+    return None
 
 
 def check(q: Array, rel: Array, k_pages: Array, v_pages: Array) -> None:
@@ -91,12 +100,9 @@ def check(q: Array, rel: Array, k_pages: Array, v_pages: Array) -> None:
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key heads")
-    if page not in PAGE_SIZES:
-        raise ValueError(f"pages of {page} tokens: the kernels take {PAGE_SIZES}; the reference takes any power of two")
-    if width not in HEAD_WIDTHS:
-        raise ValueError(f"heads of width {width}: the kernels take {HEAD_WIDTHS}; the reference takes any")
-    if rel.shape[-1] % 16:
-        raise ValueError(f"{rel.shape[-1]} bias coefficients a head: the kernels take multiples of 16; the reference takes any")
+    reason = unsupported(page, width, rel.shape[-1])
+    if reason is not None:
+        raise ValueError(reason)
     for name, array in (("q", q), ("rel", rel), ("k_pages", k_pages), ("v_pages", v_pages)):
         if array.dtype != jnp.bfloat16:
             raise ValueError(f"{name} is {array.dtype}: the kernels take bfloat16; the reference takes any")
@@ -131,7 +137,7 @@ def run_decode(
         kv_heads=kv_heads,
         width=q.shape[2],
         rank=rel.shape[2],
-        extent=bias.rel_bias.shape[0],
+        extent=bias.weight.shape[0],
         page=k_pages.shape[2],
         window=window,
         programs=plan.row.shape[0],
