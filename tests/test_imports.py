@@ -44,6 +44,7 @@ RULES = [
     Rule("sharding", only=("errors", "sharding")),
     Rule("layers", only=("errors", "config*", "kernels", "cache", "sharding", "layers")),
     Rule("model", only=("config*", "cache", "sharding", "layers")),
+    Rule("workspace", only=("config*", "kernels")),
     Rule("expert_storage", only=("errors", "config*", "kernels", "layers", "model", "sharding")),
     Rule("random_weights", only=("config*", "model", "sharding")),
     Rule("convert", never=("engine", "inputs", "outputs", *FRONT)),

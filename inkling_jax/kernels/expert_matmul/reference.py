@@ -43,7 +43,7 @@ def expert_matmul(
     tiles = _cut(experts, num_experts)
     elements = max(math.prod(w.values.shape[1:]) * 2 if isinstance(w, Nvfp4) else math.prod(w.shape[1:]) for w in (w13, w2))
     count = tiles.expert.shape[0]
-    group = max(1, min(count, DEQUANTIZED_ELEMENTS // elements))
+    group = tiles_at_once(count, elements)
     steps = -(-count // group)
     pad = steps * group - count
 
@@ -70,17 +70,27 @@ def expert_matmul(
     return jnp.sum(chosen * weights[..., None], axis=1).astype(x.dtype)
 
 
+def tile_sizes(total: int, num_experts: int) -> tuple[int, int]:
+    """Rows of a tile, and the most tiles that there can be, for `total` rows of all experts together."""
+    rows = min(MAX_TILE_ROWS, 1 << max(0, total // num_experts - 1).bit_length())
+    return rows, min(total, total // rows + min(num_experts, total))
+
+
+def tiles_at_once(count: int, elements: int) -> int:
+    """How many of `count` tiles are worked on together where an expert's larger weight has so many elements."""
+    return max(1, min(count, DEQUANTIZED_ELEMENTS // elements))
+
+
 def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
     tokens, choices = experts.shape
     total = tokens * choices
-    rows = min(MAX_TILE_ROWS, 1 << max(0, total // num_experts - 1).bit_length())
+    rows, count = tile_sizes(total, num_experts)
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     size = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
     first = jnp.cumsum(size) - size  # of an expert, among sorted rows
     tile_end = jnp.cumsum(-(-size // rows))
     tile_first = tile_end - (-(-size // rows))
-    count = min(total, total // rows + min(num_experts, total))
     tile = jnp.arange(count)
     expert = jnp.minimum(jnp.searchsorted(tile_end, tile, side="right", method="compare_all"), num_experts - 1)
     begin = (tile - tile_first[expert]) * rows  # of a tile, among its expert's rows

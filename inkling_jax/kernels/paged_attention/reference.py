@@ -18,7 +18,7 @@ SCORE_ELEMENTS = 1 << 24  # scores held at once, over all rows worked on togethe
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """Static sizes of the loops."""
 
     queries: int  # query tokens a work item
@@ -55,7 +55,7 @@ def paged_attention(
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key heads")
-    blocks = _block_sizes(tokens, heads, start.shape[0], page, window, longest, context)
+    blocks = block_sizes(tokens, heads, start.shape[0], page, window, longest, context)
     item_row, item_first = _work_items(count, blocks, longest)
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, width)
     rel = rel.reshape(tokens, kv_heads, heads // kv_heads, -1)
@@ -86,7 +86,8 @@ def paged_attention(
     return jnp.zeros_like(q).at[target].set(out, mode="drop")
 
 
-def _block_sizes(tokens: int, heads: int, rows: int, page: int, window: int | None, longest: int, context: int) -> _Blocks:
+def block_sizes(tokens: int, heads: int, rows: int, page: int, window: int | None, longest: int, context: int) -> Blocks:
+    """The loops over `tokens` query tokens in `rows` rows: a function of static sizes alone, as is the memory that they take."""
     queries = min(QUERY_BLOCK, longest)
     items = rows if longest == 1 else -(-tokens // queries) + rows
     keys = context if window is None else min(context, window + queries + page)
@@ -94,10 +95,10 @@ def _block_sizes(tokens: int, heads: int, rows: int, page: int, window: int | No
     step = max(KEY_BLOCK, SCORE_ELEMENTS // (heads * items)) if longest == 1 else KEY_BLOCK
     block = min(pages, max(1, step // page))
     group = max(1, min(items, SCORE_ELEMENTS // (heads * queries * block * page)))
-    return _Blocks(queries, -(-items // group) * group, group, block, -(-pages // block))
+    return Blocks(queries, -(-items // group) * group, group, block, -(-pages // block))
 
 
-def _work_items(count: Int[Array, " B"], blocks: _Blocks, longest: int) -> tuple[Int[Array, " I"], Int[Array, " I"]]:
+def _work_items(count: Int[Array, " B"], blocks: Blocks, longest: int) -> tuple[Int[Array, " I"], Int[Array, " I"]]:
     """Row and first query offset of each block of queries; surplus items start past their row's end."""
     item = jnp.arange(blocks.items)
     if longest == 1:
@@ -109,7 +110,7 @@ def _work_items(count: Int[Array, " B"], blocks: _Blocks, longest: int) -> tuple
     return row, (item - before) * blocks.queries
 
 
-def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: _Blocks) -> Float[Array, "g q K n H"]:
+def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: Blocks) -> Float[Array, "g q K n H"]:
     """Running softmax of one group of items over all their key blocks."""
     q, rel, position = queries
     page, extent = k_pages.shape[2], rel_bias.shape[0]
