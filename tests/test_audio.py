@@ -1,4 +1,4 @@
-"""Audio: the tower, the log-mel front end and its quantisation, against the reference's answers and numbers by hand."""
+"""The audio tower, and audio as 16 kHz waves: log-mel and levels, against the reference's answers and numbers by hand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import pytest
 from modules import filled
 from safetensors import safe_open
 
-from inkling_jax.config import AudioConfig
+from inkling_jax.config import AudioConfig, preset
+from inkling_jax.errors import ConfigError, InputError
+from inkling_jax.inputs import audio
+from inkling_jax.inputs.audio import log_mel, mel_filters, num_rows, quantize, to_bins
 from inkling_jax.layers.audio import AudioTower
 
 CLIPS = ("sweep", "noise", "silence", "one_sample", "exact_hop")
+PUBLISHED = preset("inkling").audio
 SMALL = AudioConfig(hidden_size=4, num_mel_bins=3, mel_vocab_size=5, dmel_min=-7.0, dmel_max=2.0, use_norm=True)
 
 
@@ -83,3 +87,172 @@ def test_tower_gathers_no_rows():
     compiled = run.lower(jnp.zeros((1280, 512)), jnp.zeros((4096, 80), jnp.int32)).compile()
     analysis = compiled.memory_analysis()
     assert 0 < analysis.temp_size_in_bytes < 8 * analysis.output_size_in_bytes == 8 * 4096 * 512 * 4
+
+
+# The log-mel
+
+
+def direct_log_mel(wave):
+    """Spec 5 in float64, from definitions: a sum for each frequency, a triangle for each band."""
+    frames = -(-len(wave) // 800)
+    padded = np.zeros((frames + 1) * 800)
+    padded[800 : 800 + len(wave)] = wave
+    window = np.sin(np.pi * np.arange(1600) / 1600) ** 2
+    turns = np.exp(-2j * np.pi * (np.arange(1600)[:, None] * np.arange(801) % 1600) / 1600)
+    spectrum = np.stack([padded[800 * i : 800 * i + 1600] * window for i in range(frames)]) @ turns
+    magnitude = np.sqrt(np.maximum(np.abs(spectrum) ** 2, 1e-10))
+    edges = np.linspace(0, 15 + 27 * np.log(8) / np.log(6.4), 82)
+    edges = [mel * 200 / 3 if mel < 15 else 1000 * np.exp((mel - 15) * np.log(6.4) / 27) for mel in edges]
+    bands = np.zeros((801, 80))
+    for m, (left, peak, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):
+        for k in range(801):
+            bands[k, m] = np.interp(k * 10, [left, peak, right], [0, 2 / (right - left), 0])
+    return np.log10(np.maximum(magnitude @ bands, 1e-10))
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_log_mels_of_the_reference(clip, expected):
+    """Within 1e-3 where above -4 (a pure tone is rounding errors elsewhere), and at most 0.2% of the levels differ."""
+    answers = expected("tiny")
+    got, want = log_mel(answers[f"audio.{clip}.wave"]), answers[f"audio.{clip}.logmel"]
+    assert got.dtype == np.float32 and got.shape == want.shape
+    loud = want > -4
+    assert np.abs(got - want)[loud].max(initial=0) < 1e-3
+    assert np.abs(got - want).max() < 0.1
+    bins, levels = quantize(got), answers[f"audio.{clip}.bins"]
+    assert bins.dtype == np.int32 and (bins != levels).mean() <= 0.002
+    assert np.array_equal(quantize(want), levels)
+
+
+def test_log_mel_by_definition():
+    """Noise that crosses two edges of blocks (16 and 1024 frames) and ends in the middle of a frame."""
+    rng = np.random.default_rng(1)
+    for samples in (16 * 800 + 1, 1024 * 800 + 801):
+        wave = (0.1 * rng.standard_normal(samples)).astype(np.float32)
+        got = log_mel(wave)
+        assert got.shape == (num_rows(samples), 80)
+        start = max(len(got) - 40, 1)  # frame i begins with sample 800 (i - 1)
+        np.testing.assert_allclose(got[start:], direct_log_mel(wave[800 * (start - 1) :])[1:], atol=1e-5)
+
+
+def test_silence_tone_impulse_and_constant():
+    """Silence is level 2, since the floor is on each magnitude; 440 Hz are in band 11; an impulse has all bands alike."""
+    assert (quantize(log_mel(np.zeros(1600))) == 2).all()
+    tone = quantize(log_mel(0.5 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)))
+    assert tone[5].argmax() == 11 and tone[5, 11] == 13 and np.median(tone[5]) == 2
+    impulse = quantize(log_mel(np.eye(1, 1600)[0]))
+    assert (impulse[0] == 10).all() and (impulse[1] == 2).all()
+    assert quantize(log_mel(np.ones(1600)))[0, :3].tolist() == [13, 13, 12]
+
+
+def test_mel_bands_have_their_area_and_peaks():
+    """Wide bands have an area of one over Hz; peaks lie 200/3 Hz a mel apart up to 1 kHz, and in equal ratios above."""
+    filters = mel_filters()
+    assert filters.shape == (801, 80) and filters.dtype == np.float32
+    np.testing.assert_allclose(filters[:, 40:].sum(axis=0) * 10, 1, atol=0.01)
+    assert filters[0].max() == 0 and filters[800].max() < 1e-9
+    peaks = filters.argmax(axis=0) * 10
+    assert abs(peaks[11] - 440) < 30
+    np.testing.assert_allclose(
+        np.diff(np.log(peaks[60:])), np.log(6.4) / 27 * (15 + 27 * np.log(8) / np.log(6.4)) / 81, atol=4e-3
+    )
+
+
+def test_number_of_rows():
+    """20 a second, a part counting whole: of the input's samples, at any rate."""
+    assert [num_rows(n) for n in (0, 1, 800, 801, 16500, 16000 * 3600)] == [0, 1, 1, 2, 21, 72000]
+    assert [num_rows(n, 44100) for n in (1, 2205, 2206, 44100 * 60)] == [1, 1, 2, 1200]
+    assert num_rows(3 * 441, 8820) == 3
+    assert log_mel(np.zeros(0)).shape == (0, 80)
+
+
+def test_few_compilations_for_all_lengths():
+    """Whatever the length, the front end compiles for three sizes of block."""
+    for frames in (1, 2, 15, 16, 17, 100, 128, 129, 1000, 1025, 1040):
+        assert len(log_mel(np.zeros(frames * 800 - 7, np.float32))) == frames
+    assert audio._log_mel._cache_size() <= 3
+
+
+@pytest.mark.parametrize(
+    ("wave", "told"),
+    [
+        (np.zeros((2, 5)), "float64[2, 5]"),
+        (np.zeros(5, np.int16), "int16[5]"),
+        (np.array([0, np.nan]), "not finite"),
+        (np.array([0, np.inf]), "not finite"),
+    ],
+)
+def test_waves_that_are_none(wave, told):
+    """The shape or the fault is named."""
+    with pytest.raises(InputError, match=told.replace("[", "\\[")):
+        log_mel(wave)
+
+
+# Levels
+
+
+def test_levels_are_the_nearest_the_lower_of_two():
+    """Clamped to 0..15; at a midpoint that float64 holds exactly the lower level, one unit above the upper."""
+    edges = np.array([-8, -np.inf, -7, 2, 3, np.inf])
+    assert quantize(edges[None]).tolist() == [[0, 0, 0, 15, 15, 15]]
+    centres = np.linspace(-7, 2, 16)
+    assert quantize(centres[None]).tolist() == [list(range(16))]
+    middles = (centres[1:] + centres[:-1]) / 2
+    assert quantize(np.nextafter(middles, -9)[None] - 1e-15).tolist() == [list(range(15))]
+    assert quantize(np.nextafter(middles, 9)[None] + 1e-15).tolist() == [list(range(1, 16))]
+    # With a step of 1 every centre and midpoint is exact.
+    assert quantize(np.array([[0.5, 1.5, np.nextafter(1.5, 2), 2.5]]), 4, 0.0, 3.0).tolist() == [[0, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(("levels", "low", "high"), [(16, -7.0, 2.0), (16, -1.5, 2.0), (2, 0.0, 1.0), (256, -7.0, 2.0)])
+def test_levels_by_definition(levels, low, high):
+    """The first index of the least distance in float64, for every float32 near a midpoint and for values at random."""
+    centres = np.linspace(low, high, levels)
+    middles = ((centres[1:] + centres[:-1]) / 2).astype(np.float32)
+    near = [middles + np.spacing(middles) * k for k in range(-3, 4)]
+    rng = np.random.default_rng(0)
+    values = np.concatenate([*near, rng.uniform(low - 1, high + 1, 1000)]).astype(np.float32)
+    want = np.abs(np.clip(values.astype(np.float64), low, high)[:, None] - centres).argmin(axis=1)
+    assert quantize(values[None], levels, low, high)[0].tolist() == want.tolist()
+
+
+def test_not_a_number_has_no_level():
+    with pytest.raises(InputError, match="log_mel has NaN"):
+        quantize(np.array([[0, np.nan]]))
+
+
+# Ready bins
+
+
+def test_ready_bins():
+    """Integers of any width and jax arrays are taken as they are."""
+    bins = np.random.default_rng(0).integers(0, 16, (7, 80))
+    for given in (bins, bins.astype(np.uint8), jnp.asarray(bins)):
+        got = to_bins(given, PUBLISHED)
+        assert got.dtype == np.int32 and np.array_equal(got, bins)
+
+
+@pytest.mark.parametrize(
+    ("bins", "told"),
+    [
+        (np.zeros((3, 79), int), r"audio 2 is an array int64\[3, 79\]; ready bins are integers \[T, 80\]"),
+        (np.zeros((3, 80)), r"audio 2 is an array float64\[3, 80\]"),
+        (np.zeros(1000), r"audio 2 is an array float64\[1000\]; .* a wave comes with its rate, \(wave, rate\)"),
+        (np.zeros((0, 80), int), "audio 2 is empty: bins of 0 frames"),
+        (np.full((3, 80), 16), "audio 2 has bins from 16 to 16; 0 to 15 would be right"),
+        (np.full((3, 80), -1), "audio 2 has bins from -1 to -1"),
+        (np.zeros((21, 80), int), "audio 2 has 21 frames of 50 ms; the limit is 1 seconds"),
+    ],
+)
+def test_bins_that_are_none(bins, told):
+    """Level 16 of a band would be level 0 of the next one: it is refused, as is every other shape and range."""
+    with pytest.raises(InputError, match=told):
+        to_bins(bins, PUBLISHED, "audio 2", max_seconds=1)
+
+
+def test_another_number_of_bands():
+    """A model of other bands takes ready bins only."""
+    config = dataclasses.replace(PUBLISHED, num_mel_bins=3)
+    assert to_bins(np.ones((2, 3), int), config).shape == (2, 3)
+    with pytest.raises(ConfigError, match="n_mel_bins is 3"):
+        to_bins((np.zeros(800), 16000), config)
