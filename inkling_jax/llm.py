@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Float
 
 from inkling_jax.config import ModelConfig
-from inkling_jax.engine.engine import Engine, Output, TokenLogprobs
+from inkling_jax.engine.engine import Engine
+from inkling_jax.engine.output import Output, TokenLogprobs
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.prompt import Prompt

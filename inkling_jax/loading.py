@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -23,6 +23,7 @@ from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import Engine, EngineOptions
+from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import CapacityError, InputError
@@ -36,6 +37,7 @@ from inkling_jax.random_weights import local_leaves, packed_experts, random_para
 from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
 from inkling_jax.sharding.rules import partition_spec
 from inkling_jax.sources import find_source
+from inkling_jax.towers import Towers
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +95,17 @@ def load_model(
     itemsize = model_dtype.itemsize
     request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
     packed = plan.packed if plan else packed_experts(config.text)
-    model = Inkling(config.text, packed, model_dtype)
-    _check_weights(model, sizes, device_mesh)
-    fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)  # refuse before reading for minutes
-    parameters = _parameters(model, plan, device_mesh, model_dtype, seed, quiet)
-    if choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes):
+    model, towers = Inkling(config.text, packed, model_dtype), _towers(config, plan, model_dtype)
+    _check_weights(model, towers, sizes, device_mesh)
+    kept_rows = KEEP_BYTES if flat_parameters(towers) else 0
+    # refuse before reading for minutes
+    fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh, kept_rows), itemsize, sizes)
+    parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
+    if choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
         model, parameters = use_kernels(Inkling(config.text, packed, model_dtype)), repack(parameters, device_mesh)
-    leaves = _in_order(model, parameters)
-    shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh), itemsize, sizes)
+    arrays = dict(parameters)
+    leaves, tower_leaves = _in_order(model, arrays), _in_order(towers, arrays)
+    shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh, kept_rows), itemsize, sizes)
     engine = Engine(
         Programs(model, device_mesh, model_dtype),
         leaves,
@@ -110,8 +115,9 @@ def load_model(
         banned=_media_slots(config, tokenizer),
         default_stop_ids=stop_ids,
         options=options,
+        media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
     )
-    summary = _summary(config, leaves, shape, sizes, device_mesh, model_dtype)
+    summary = _summary(config, leaves + tower_leaves, shape, sizes, device_mesh, model_dtype)
     logger.info("%s", summary)
     return Loaded(config, engine, tokenizer, render_chat, summary)
 
@@ -124,14 +130,22 @@ def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, Mo
     return (found, ModelConfig.from_directory(found)) if isinstance(found, Path) else (None, preset(found))
 
 
+def _towers(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype) -> Towers:
+    """The towers that the configuration has, and the checkpoint, where there is one."""
+    vision, audio = (plan is None or name in plan.towers for name in ("vision", "audio"))
+    return Towers(config.vision if vision else None, config.audio if audio else None, dtype)
+
+
 def _parameters(
-    model: Inkling, plan: WeightPlan | None, mesh: Mesh, dtype: jnp.dtype, seed: int, quiet: bool
+    model: Inkling, towers: Towers, plan: WeightPlan | None, mesh: Mesh, dtype: jnp.dtype, seed: int, quiet: bool
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The model's parameters on the mesh, one by one, each with its path: read as planned, or random without a plan."""
+    """All parameters on the mesh, one by one, each with its path: read as planned, or random without a plan."""
     if plan is None:
         yield from random_parameters(model, mesh=mesh, seed=seed)
+        yield from random_parameters(towers, mesh=mesh, seed=seed)
         return
-    shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in flat_parameters(model).items()}
+    declared = flat_parameters(model) | flat_parameters(towers)
+    shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in declared.items()}
     with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
         yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
 
@@ -143,9 +157,8 @@ def _create_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, mesh
     return jax.jit(create, out_shardings=shardings)()
 
 
-def _in_order(model: Inkling, parameters: Iterable[tuple[str, jax.Array]]) -> list[jax.Array]:
+def _in_order(model: Inkling | Towers, arrays: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Parameters as the model's flat state orders them."""
-    arrays = dict(parameters)
     return [jax.block_until_ready(arrays[path]) for path in flat_parameters(model)]
 
 
@@ -180,9 +193,10 @@ def _dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(DTYPES[name])
 
 
-def _check_weights(model: Inkling, sizes: Mapping[str, int], mesh: Mesh) -> None:
+def _check_weights(model: Inkling, towers: Towers, sizes: Mapping[str, int], mesh: Mesh) -> None:
     """Before a weight is read, refuse a mesh that a parameter does not divide over, by name, or that cannot hold them all."""
-    need = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in local_leaves(model, sizes).values())
+    leaves = local_leaves(model, sizes) | local_leaves(towers, sizes)
+    need = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     total, taken = _memory(mesh)
     if need > total - taken:
         raise CapacityError(
@@ -200,8 +214,8 @@ def _memory(mesh: Mesh) -> tuple[int, int]:
     return stats["bytes_limit"], stats["bytes_in_use"]
 
 
-def _kv_memory(wanted: int | str | None, mesh: Mesh) -> int:
-    """Bytes a device that the cache may take."""
+def _kv_memory(wanted: int | str | None, mesh: Mesh, kept_rows: int) -> int:
+    """Bytes a device that the cache may take. Rows of media may take `kept_rows` bytes beside it."""
     if wanted is not None:
         if isinstance(wanted, str):
             return parse_bytes(wanted)
@@ -211,7 +225,7 @@ def _kv_memory(wanted: int | str | None, mesh: Mesh) -> int:
     total, taken = _memory(mesh)
     if mesh.devices.flat[0].platform == "cpu":
         return total // 4
-    left = total * (1 - WORKSPACE_SHARE) - taken
+    left = total * (1 - WORKSPACE_SHARE) - taken - kept_rows
     if left <= 0:
         raise CapacityError(f"{taken} of {total} bytes of the device are taken: no room for a cache")
     return int(left)

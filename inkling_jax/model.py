@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache.paged import Cache
 from inkling_jax.cache.ragged import Ragged
@@ -19,6 +20,13 @@ from inkling_jax.layers.param import param
 from inkling_jax.sharding.collectives import embedding_rows, gather_vocabulary
 
 Packed = frozenset[tuple[int, str]]  # (layer, "w13" | "w2") of the expert weights that are NVFP4
+
+
+class MediaRows(NamedTuple):
+    """What the towers made for the tokens of a step: where `present`, a row stands in for the token's embedding."""
+
+    rows: Float[Array, "T D"]
+    present: Bool[Array, " T"]
 
 
 def flat_parameters(model: nnx.Module) -> dict[str, nnx.Param]:
@@ -45,15 +53,24 @@ class Inkling(nnx.Module):
         self.logits_divisor = config.logits_divisor
 
     def __call__(
-        self, token_ids: Int[Array, " T"], cache: Cache, ragged: Ragged, context: int, tape: dict[str, Array] | None = None
+        self,
+        token_ids: Int[Array, " T"],
+        cache: Cache,
+        ragged: Ragged,
+        context: int,
+        tape: dict[str, Array] | None = None,
+        media: MediaRows | None = None,
     ) -> tuple[Float[Array, "T D"], Cache]:
         """The residual stream after the final norm, and the cache with these tokens appended.
 
         `context` bounds the rows' lengths statically. `tape`, where given, receives "hidden.i" and "moe.j.*" (llm.trace).
+        `media` rows take their places after the embedding norm and are not normed again (spec 2.1).
         """
         h = embedding_rows(self.embed[...], token_ids)
         if self.embed_norm is not None:
             h = self.embed_norm(h)
+        if media is not None:
+            h = jnp.where(media.present[:, None], media.rows, h)
         steps: dict[bool, AttentionStep] = {}  # by kind of layer
         layers, sparse = [], 0
         for i, layer in enumerate(self.layers):

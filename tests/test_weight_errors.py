@@ -16,6 +16,7 @@ from inkling_jax.config import ModelConfig
 from inkling_jax.errors import CheckpointError
 
 L = "model.llm.layers."
+V = "model.visual."
 W13 = L + "3.mlp.experts.w13_weight"
 
 
@@ -95,6 +96,23 @@ REFUSED: dict[str, tuple[bool, Callable[[Tensors], Any], str]] = {
         put(L + "2.mlp.experts.extra_scale", np.array([1, 1.01], np.float32)),
         f"'{L}2.mlp.experts.extra_scale' is a scale this model does not apply, and entry 1 is 1.01, not 1",
     ),
+    "a narrow vision tower": (
+        False,
+        take(V + "layers.linear_0.weight", np.s_[:, :4800]),
+        f"tensor '{V}layers.linear_0.weight': expected shape (48, 9600), found (48, 4800)",
+    ),
+    "a deeper vision tower": (
+        False,
+        put(V + "layers.linear_1.weight", np.ones((48, 48), BF16)),
+        f"no place for 1 tensor: '{V}layers.linear_1.weight'",
+    ),
+    "half a vision tower": (False, drop(V + "layers.linear_0.weight"), f"missing 1 tensor: '{V}layers.linear_0.weight'"),
+    "an audio tower of other levels": (
+        False,
+        put("model.audio.encoder.weight", np.ones((80 * 256, 48), BF16)),
+        "expected shape (1280, 48), found (20480, 48); its first axis contradicts config.json: n_mel_bins 80 x mel_vocab_size 16",
+    ),
+    "half an audio tower": (False, drop("model.audio.final_norm.weight"), "missing 1 tensor: 'model.audio.final_norm.weight'"),
     "a scale of NaN": (True, put(L + "2.mlp.global_scale", np.array([np.nan], np.float32)), "entry 0 is nan, not 1"),
 }
 

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import Tensors, load, micro_checkpoint, plan_of
-from flax import nnx
+from checkpoint_files import Tensors, load, micro_checkpoint, micro_config, plan_of
 
 from inkling_jax.config import ModelConfig, TextConfig
 from inkling_jax.convert import nvfp4
 from inkling_jax.convert.assemble import conv_taps, split_gate_up
+from inkling_jax.convert.write import write_checkpoint
 from inkling_jax.errors import CheckpointError
-from inkling_jax.model import Inkling
+from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.towers import Towers
 
 L = "model.llm.layers."
 W13 = L + "3.mlp.experts.w13_weight"
@@ -30,8 +31,10 @@ def test_the_plan_supplies_what_the_model_declares(oracle_dir: Callable[..., Pat
     config = ModelConfig.from_directory(directory)
     plan = plan_of(directory)
     for dtype in ("bfloat16", "float32"):
-        state = nnx.to_flat_state(nnx.state(Inkling(config.text, plan.packed, jnp.dtype(dtype))))
-        declared = {".".join(map(str, path)): variable.get_value() for path, variable in state}
+        decoder = Inkling(config.text, plan.packed, jnp.dtype(dtype))
+        towers = Towers(config.vision, config.audio, jnp.dtype(dtype))
+        parameters = flat_parameters(decoder) | flat_parameters(towers)
+        declared = {path: variable.get_value() for path, variable in parameters.items()}
         supplied = plan.abstract(dtype)
         assert declared.keys() == supplied.keys()
         for path, value in declared.items():
@@ -47,7 +50,9 @@ def test_every_tensor_is_accounted_for(oracle_dir: Callable[..., Path]) -> None:
     read = {name for source in plan.parameters.values() for name in source.tensors}
     assert read | set(plan.deferred) | set(plan.unused) == names
     assert len(read) + len(plan.deferred) + len(plan.unused) == len(names)
-    assert all(name.startswith(("model.mtp.", "model.audio.", "model.visual.")) for name in plan.deferred)
+    assert all(name.startswith("model.mtp.") for name in plan.deferred)
+    assert {name for name in names if name.startswith(("model.audio.", "model.visual."))} < read
+    assert plan.towers == {"vision", "audio"}
     assert all(name.endswith((".input_amax", ".original_shape")) for name in plan.unused) and len(plan.unused) == 20
     assert plan.packed == {(layer, matrix) for layer in range(3, 8) for matrix in ("w13", "w2")}
     assert plan.total_bytes == sum(load(oracle_dir("tiny"))[name].nbytes for name in read)
@@ -130,6 +135,10 @@ def test_the_rest_lands_as_it_is(micro: Any) -> None:
         "layers.4.attn.q_norm.weight": L + "4.attn.q_norm.weight",
         "layers.4.attn.k_norm.weight": L + "4.attn.k_norm.weight",
         "layers.4.attn.o_proj": L + "4.attn.wo_ud.weight",
+        "vision.layers.0.proj": "model.visual.layers.linear_0.weight",
+        "vision.final_norm.weight": "model.visual.final_norm.weight",
+        "audio.embed": "model.audio.encoder.weight",
+        "audio.norm.weight": "model.audio.final_norm.weight",
     }
     for path, name in as_stored.items():
         assert same(assemble(path), tensors[name]), path
@@ -144,6 +153,20 @@ def test_the_rest_lands_as_it_is(micro: Any) -> None:
     for path, name in (("layers.1.mlp", "1.mlp"), ("layers.2.mlp.router", "2.mlp.gate")):
         scale = assemble(path + ".global_scale")
         assert scale.shape == () and scale.dtype == np.float32 and scale == np.float32(tensors[f"{L}{name}.global_scale"][0])
+
+
+def test_a_vision_tower_of_four_layers_lands_as_it_is(tmp_path: Path) -> None:
+    """The releases' tower (spec 4.2): widths, and the norms between its linears."""
+    config = micro_config()
+    assert config.vision is not None
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, num_layers=4))
+    write_checkpoint(tmp_path, config)
+    plan, tensors = plan_of(tmp_path, config), load(tmp_path)
+    paths = {f"vision.layers.{i}.proj": f"layers.linear_{i}.weight" for i in range(4)}
+    paths |= {f"vision.layers.{i}.norm.weight": f"layers.norm_{i}.weight" for i in range(3)}
+    for path, name in (paths | {"vision.final_norm.weight": "final_norm.weight"}).items():
+        assert same(plan.assemble(path), tensors["model.visual." + name]), path
+    assert plan.parameters["vision.layers.2.proj"].shape == (4800, 5120)
 
 
 def test_rows_are_interleaved() -> None:
@@ -226,6 +249,7 @@ def test_a_text_only_checkpoint_loads(tmp_path: Path) -> None:
     config = micro_checkpoint(tmp_path / "bare", True, text_only)
     bare = plan_of(tmp_path / "bare", config)
     assert bare.deferred == () and bare.parameters.keys() == kept.parameters.keys()
+    assert bare.towers == kept.towers == frozenset()
 
 
 def test_without_the_norm_of_the_embedding(tmp_path: Path) -> None:

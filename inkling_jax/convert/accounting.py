@@ -14,7 +14,6 @@ from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.errors import CheckpointError
 
 FLOATS = ("BF16", "F16", "F32")
-DEFERRED = ("model.mtp.", "model.audio.", "model.visual.")
 _UNUSED = re.compile(r"\.mlp\.experts\.w(13|2)_weight\.(input_amax|original_shape)$")
 _EXTRA_SCALE = re.compile(r"^model\.llm\.layers\.\d+\.mlp\.[a-z0-9_.]*scale$")
 _EXTRA_SCALE_BYTES = 1 << 20
@@ -79,21 +78,24 @@ class Ledger:
             raise CheckpointError(f"{place(info)}: expected dtype {' or '.join(wanted.dtypes)}, found {info.dtype}")
         return info
 
-    def settle(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names deferred and names known to be unused; CheckpointError for missing tensors, then for what is left over."""
+    def settle(self, deferred: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names deferred, which begin with one of `deferred`, and names known to be unused.
+
+        CheckpointError for missing tensors, then for what is left over.
+        """
         directory = self.checkpoint.directory
         if self._missing:
             unlisted = self.checkpoint.unlisted
             hint = f"; files here that the index does not name: {', '.join(unlisted)}" if unlisted else ""
             raise CheckpointError(f"{directory}: missing {_some(self._missing)}{hint}")
         rest = sorted(self.checkpoint.tensors.keys() - self._used)
-        deferred = tuple(name for name in rest if name.startswith(DEFERRED))
-        others = [name for name in rest if not name.startswith(DEFERRED)]
+        waiting = tuple(name for name in rest if name.startswith(deferred))
+        others = [name for name in rest if not name.startswith(deferred)]
         unused = tuple(name for name in others if self._is_unused(name))
         unexpected = sorted(set(others) - set(unused))
         if unexpected:
             raise CheckpointError(f"{directory}: the model has no place for {_some(unexpected)}")
-        return deferred, unused
+        return waiting, unused
 
     def _is_unused(self, name: str) -> bool:
         """Calibration of 4-bit activations (ours are not quantised), or a scale that was checked to be all ones."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from inkling_jax.config import ModelConfig
+from inkling_jax.config import AudioConfig, ModelConfig, VisionConfig
+from inkling_jax.config_vision import vision_folds
 from inkling_jax.convert import assemble, nvfp4
 from inkling_jax.convert.accounting import Ledger, Source, Wanted, place
 from inkling_jax.convert.header import show
@@ -23,18 +24,22 @@ _U8 = np.dtype(np.uint8)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _Shape = tuple[int, ...]
 
+TOWERS = {"vision": "model.visual.", "audio": "model.audio."}  # what the names of a tower's tensors begin with
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlan:
     """A checkpoint matched with a configuration.
 
-    `packed` holds (layer, "w13" | "w2") of each expert stack in NVFP4; `deferred` are the tensors of towers and draft head,
-    `unused` those that are known and deliberately not read.
+    `packed` holds (layer, "w13" | "w2") of each expert stack in NVFP4; `towers` says which of "vision" and "audio" are there;
+    `deferred` are the tensors of the draft head and of towers that the configuration has not, `unused` those that are known and
+    deliberately not read.
     """
 
     checkpoint: Checkpoint
-    parameters: dict[str, Source]
+    parameters: dict[str, Source]  # those of a tower begin with its name
     packed: frozenset[tuple[int, str]]
+    towers: frozenset[str]
     deferred: tuple[str, ...]
     unused: tuple[str, ...]
 
@@ -45,8 +50,10 @@ class WeightPlan:
         planner.plan_ends()
         for layer in range(config.text.num_layers):
             planner.plan_layer(layer)
-        deferred, unused = planner.ledger.settle()
-        return cls(checkpoint, planner.ledger.parameters, frozenset(planner.packed), deferred, unused)
+        planner.plan_towers()
+        deferred, unused = planner.ledger.settle(("model.mtp.", *(TOWERS[name] for name in TOWERS.keys() - planner.towers)))
+        packed, towers = frozenset(planner.packed), frozenset(planner.towers)
+        return cls(checkpoint, planner.ledger.parameters, packed, towers, deferred, unused)
 
     @property
     def total_bytes(self) -> int:
@@ -70,10 +77,11 @@ class _Planner:
     """Walks the model in the order of the configuration and claims the tensors of each parameter (spec 7.1, 7.2)."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint):
-        self.text = config.text
+        self.text, self.vision, self.audio = config.text, config.vision, config.audio
         self.tensors = checkpoint.tensors
         self.ledger = Ledger(checkpoint)
         self.packed: set[tuple[int, str]] = set()
+        self.towers: set[str] = set()
 
     def plan_ends(self) -> None:
         """Embedding, its norm, the final norm and the head."""
@@ -103,6 +111,32 @@ class _Planner:
             self._plan_dense(path + "mlp.", name + "mlp.")
         else:
             self._plan_sparse(layer, path + "mlp.", name + "mlp.")
+
+    def plan_towers(self) -> None:
+        """The towers that the configuration has, unless the checkpoint holds not one tensor of theirs: then it is text alone."""
+        present = {tower for tower, name in TOWERS.items() if any(tensor.startswith(name) for tensor in self.tensors)}
+        if self.vision is not None and "vision" in present:
+            self.towers.add("vision")
+            self._plan_vision(self.vision, "vision.", TOWERS["vision"])
+        if self.audio is not None and "audio" in present:
+            self.towers.add("audio")
+            self._plan_audio(self.audio, "audio.", TOWERS["audio"])
+
+    def _plan_vision(self, vision: VisionConfig, path: str, name: str) -> None:
+        folds = vision_folds(vision)
+        for i, fold in enumerate(folds):
+            self._plain(f"{path}layers.{i}.proj", Wanted(f"{name}layers.linear_{i}.weight", ((fold.outputs, fold.inputs),)))
+            if i < len(folds) - 1:
+                self._vector(f"{path}layers.{i}.norm.weight", f"{name}layers.norm_{i}.weight", fold.outputs)
+        if vision.use_norm:
+            self._vector(path + "final_norm.weight", name + "final_norm.weight", vision.hidden_size)
+
+    def _plan_audio(self, audio: AudioConfig, path: str, name: str) -> None:
+        rows = f"n_mel_bins {audio.num_mel_bins} x mel_vocab_size {audio.mel_vocab_size}"
+        table = (audio.num_mel_bins * audio.mel_vocab_size, audio.hidden_size)
+        self._plain(path + "embed", Wanted(name + "encoder.weight", (table,), leading=rows))
+        if audio.use_norm:
+            self._vector(path + "norm.weight", name + "final_norm.weight", audio.hidden_size)
 
     def _plan_attention(self, layer: int, path: str, name: str) -> None:
         text, attention = self.text, self.text.attention(layer)

@@ -16,12 +16,16 @@ import numpy as np
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
+from inkling_jax.engine.media import MediaRunner
+from inkling_jax.engine.output import Output, read_row
 from inkling_jax.engine.pack import Entries, context_bucket, pack_chunk, pack_slots, pack_updates
-from inkling_jax.engine.request import Request, SamplingParams, request_key
+from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
 from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.media import MediaItem
+from inkling_jax.towers import Towers
 
 LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
 
@@ -33,26 +37,6 @@ class EngineOptions:
     chunk: int = 512  # prompt tokens a step
     tokens_per_call: int = 8  # decode steps a host call
     ahead: int = 1  # steps dispatched before the oldest's result is read
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one generated token under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What a request has made since the last Output; the stop token is not among token_ids."""
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: str | None = None  # "stop", "length" or "error"
-    error: str | None = None
 
 
 @dataclasses.dataclass
@@ -78,9 +62,11 @@ class Engine:
         banned: tuple[int, ...] = (),
         default_stop_ids: tuple[int, ...] = (),
         options: EngineOptions = EngineOptions(),
+        media: MediaRunner | None = None,
     ):
         window = config.local_attention.window or shape.max_context
         self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
+        self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.scheduler = Scheduler(
@@ -115,6 +101,7 @@ class Engine:
             jax.block_until_ready(self.state)  # a process that ends while a step runs aborts
         for array in [*self.leaves, *jax.tree.leaves(self.state)]:
             array.delete()
+        self.media.close()
         self.leaves, self.closed = [], True
         self._sequences.clear()
         self._in_flight.clear()
@@ -123,6 +110,7 @@ class Engine:
         """Queue a request; its id. Raises InputError or CapacityError naming what is wrong with it."""
         self._check_open()
         check_ids(request.prompt_ids, self.vocab)
+        self.media.check(request.media)
         request.params.validate_for(self.vocab)
         sequence = self.scheduler.add(request)
         self._next_id += 1
@@ -134,7 +122,7 @@ class Engine:
         """End a request; nothing more comes out of it. Unknown and finished ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.retire(sequence)
+            self._retire(sequence)
 
     def step(self) -> list[Output]:
         """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
@@ -158,14 +146,17 @@ class Engine:
         while self.busy:
             yield from self.step()
 
-    def evaluate(self, token_ids: SequenceOf[int], trace: bool = False) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def evaluate(
+        self, token_ids: SequenceOf[int], trace: bool = False, media: tuple[MediaItem, ...] = ()
+    ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Logits [t, usable] and, with `trace`, hidden states and routing, of each chunk of a prompt in turn (teacher forced).
 
         Takes a slot and pages like any request, and gives them back.
         """
         self._check_open()
         check_ids(token_ids, self.vocab)
-        sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1)))
+        self.media.check(media)
+        sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1), media=media))
         try:
             for admitted in self.scheduler.admit():
                 if admitted is not sequence:
@@ -176,6 +167,7 @@ class Engine:
                     f"no slot or not enough pages for scoring a prompt of {len(token_ids)} tokens ({free} of {self.shape.slots} "
                     "slots are free): finish or cancel other requests first"
                 )
+            self.media.admit(sequence, media)
             # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
             sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
             for begin in range(0, sequence.prompt_length, self.options.chunk):
@@ -186,14 +178,19 @@ class Engine:
                 # cut on the host: on the device each count would be a program of its own
                 yield np.asarray(logits)[:count], {name: np.asarray(value)[:count] for name, value in tape.items()}
         finally:
-            self.scheduler.retire(sequence)
+            self._retire(sequence)
 
     def _check_open(self) -> None:
         if self.closed:
             raise InputError("this model is closed: load it again")
 
+    def _retire(self, sequence: Sequence) -> None:
+        self.scheduler.retire(sequence)
+        self.media.release(sequence)
+
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
+        self.media.admit(sequence, request.media)
         key = request_key(request.params.seed, request.sample)
         values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
         values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
@@ -243,33 +240,12 @@ class Engine:
         for row, sequence in flight.rows:
             if sequence.done:
                 continue
-            output = self._output(sequence, jax.tree.map(lambda a, row=row: a[:, row], sampled), flight.step)
+            output = read_row(sequence, jax.tree.map(lambda a, row=row: a[:, row], sampled), flight.step)
             if output.finish_reason:
                 del self._sequences[sequence.id]
-                self.scheduler.retire(sequence)
+                self._retire(sequence)
             outputs.append(output)
         return outputs
-
-    def _output(self, sequence: Sequence, sampled: Sampled, step: int) -> Output:
-        result, tokens, logprobs = sampled.result, [], []
-        reason = error = None
-        for i in np.flatnonzero(sampled.emitted):
-            sequence.collected += 1
-            if not result.finite[i]:
-                reason, error = "error", f"the logits of step {step} are not finite (generated token {sequence.collected})"
-                break
-            if result.stopped[i]:
-                reason = "stop"
-                break
-            tokens.append(int(result.tokens[i]))
-            if sequence.request.params.logprobs is not None:
-                top = zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True)
-                logprobs.append(
-                    TokenLogprobs(tokens[-1], float(result.logprob[i]), tuple(top)[: sequence.request.params.logprobs])
-                )
-            if result.exhausted[i]:
-                reason = "length"
-        return Output(sequence.id, tuple(tokens), tuple(logprobs), reason, error)
 
     def _chunk(self, parts: list[tuple[Sequence, int, int]]) -> tuple[Chunk, int]:
         """The device's view of prompt parts (sequence, begin, end), and the context bucket that holds them."""
@@ -277,7 +253,9 @@ class Engine:
         for sequence, begin, end in parts:
             self._grow(sequence, begin, end, entries)
         packed = [(s.slot, s.request.prompt_ids[begin:end], begin, end == s.prompt_length) for s, begin, end in parts]
-        return pack_chunk(packed, entries, self.shape), context_bucket(max(end for _, _, end in parts), self.shape)
+        chunk = pack_chunk(packed, entries, self.shape)
+        chunk = dataclasses.replace(chunk, media=self.media.rows(len(chunk.token_ids), parts))
+        return chunk, context_bucket(max(end for _, _, end in parts), self.shape)
 
     def _grow(self, sequence: Sequence, begin: int, end: int, entries: Entries) -> None:
         for name, new in self.scheduler.grow(sequence, begin, end).items():
@@ -288,12 +266,3 @@ class Engine:
         wanted = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         alternatives = None if wanted is None else min(self.vocab, next(n for n in LOGPROB_BUCKETS if n >= wanted))
         return Sampling(sampler.mode_for(params), alternatives, self.banned)
-
-
-def check_ids(token_ids: SequenceOf[int], vocab: int) -> None:
-    """Raise InputError for the first id outside the usable vocabulary, or for none at all: the device would clamp in silence."""
-    if not len(token_ids):
-        raise InputError("the prompt is empty: give at least one token")
-    for place, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-            raise InputError(f"token {place} of the prompt is {token!r}: ids are integers from 0 to {vocab - 1}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from inkling_jax.errors import InputError
+from inkling_jax.media import MediaItem
 
 MAX_STOP_IDS = 16  # stop ids that one request may have: the width of a table on the device
 MAX_BIAS_IDS = 64  # ids with a bias or a ban that one request may have: likewise
@@ -91,17 +92,27 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: token ids, settings, and which of the `n` samples of its prompt it is."""
+    """One sequence to generate: token ids, settings, which of the `n` samples of its prompt it is, and what stands in for ids."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     sample: int = 0
+    media: tuple[MediaItem, ...] = ()
 
 
 def request_key(seed: int | None, sample: int = 0) -> np.ndarray:
     """The random key, uint32 [2], of sample `sample` (of n) of a request with that seed; without a seed, fresh entropy."""
     # a spawn key, since numpy pads entropy with zeros: as entropy, (5, 7) and 5 + 7 * 2**32 would be the same
     return np.random.SeedSequence(seed, spawn_key=(sample,)).generate_state(2, np.uint32)
+
+
+def check_ids(token_ids: Sequence[int], vocab: int) -> None:
+    """Raise InputError for the first id outside the usable vocabulary, or for none at all: the device would clamp in silence."""
+    if not len(token_ids):
+        raise InputError("the prompt is empty: give at least one token")
+    for place, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+            raise InputError(f"token {place} of the prompt is {token!r}: ids are integers from 0 to {vocab - 1}")
 
 
 _NUMBERS = (

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.engine.sampler import Mode, SampleResult, advance, sample
 from inkling_jax.engine.state import EngineState, PageUpdates
-from inkling_jax.model import Inkling
+from inkling_jax.model import Inkling, MediaRows
 from inkling_jax.sharding.rules import partition_spec
 
 # XLA would merge products that share an input (router and shared experts) by joining their weights anew in every step.
@@ -39,6 +39,7 @@ class Chunk:
     length: Int[Array, " B"]  # of the sequence, this chunk included
     last: Bool[Array, " B"]  # the prompt ends in this chunk: sample its first token
     updates: PageUpdates
+    media: MediaRows | None = None  # None where no token stands for one: such chunks have programs of their own
 
     def ragged(self) -> Ragged:
         """The same rows with each token's place worked out."""
@@ -120,7 +121,7 @@ class Programs:
         `sampling` None: no prompt ends here, and the head, a large read, is left out.
         """
         model, ragged = self._model(leaves), chunk.ragged()
-        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context)
+        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
         state = dataclasses.replace(state, cache=cache)
         if sampling is None:
             return Sampled(jnp.zeros_like(chunk.last)[None], None), state  # pyright: ignore[reportArgumentType]
@@ -160,7 +161,8 @@ class Programs:
     ) -> tuple[tuple[Float[Array, "T usable"], dict[str, Array]], EngineState]:
         """Append a chunk; logits after each of its tokens and, with `trace`, hidden states and routing."""
         model, tape = self._model(leaves), {}
-        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), chunk.ragged(), context, tape if trace else None)
+        taped, appended = tape if trace else None, chunk.updates.apply(state.cache)
+        z, cache = model(chunk.token_ids, appended, chunk.ragged(), context, taped, chunk.media)
         return (model.logits(z), tape), dataclasses.replace(state, cache=cache)
 
 

@@ -1,0 +1,21 @@
+"""The towers of a model: what turns images and audio into rows of the decoder's width (spec 4.2, 5)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from inkling_jax.config import AudioConfig, VisionConfig
+from inkling_jax.layers.audio import AudioTower
+from inkling_jax.layers.vision import VisionTower
+
+
+class Towers(nnx.Module):
+    """Both towers, each where its configuration is given, declared without memory like the decoder and apart from it.
+
+    So a step of the decoder neither takes their parameters nor reads them. Every device holds all of them.
+    """
+
+    def __init__(self, vision: VisionConfig | None, audio: AudioConfig | None, dtype: jnp.dtype):
+        self.vision = VisionTower(vision, dtype) if vision is not None else None
+        self.audio = AudioTower(audio, dtype) if audio is not None else None
