@@ -14,13 +14,12 @@ from inkling_jax.inputs.chat import render
 from inkling_jax.inputs.chat_template import ChatTemplate, chat_renderer
 from inkling_jax.inputs.control import CONTROL_TOKENS
 from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
-from inkling_jax.inputs.messages import canonical_json
-from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
+from inkling_jax.inputs.messages import canonical_json, check_messages
+from inkling_jax.inputs.segments import Control, Media, Segment, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "chat.json").read_text(encoding="utf-8"))["cases"]
 MEDIA = [c for c in CASES if any("image_slots" in s or "audio_slots" in s for s in c["expect"])]
-TEXT = [c for c in CASES if c not in MEDIA]
 SPELLINGS = [s for token in CONTROL_TOKENS.values() for s in token.spellings]
 HOSTILE = st.lists(
     st.one_of(st.sampled_from([*SPELLINGS, "<|", "|>", "<", "|", ">", "end_message", " ", "\ue000", "{{ 7*7 }}"]), st.text()),
@@ -29,8 +28,38 @@ HOSTILE = st.lists(
 USER = {"role": "user", "content": "Hi"}
 
 
-def segments_of(case: dict) -> list[Segment]:
-    return [Control(s["control"]) if "control" in s else Text(s["text"]) for s in case["expect"]]
+class Item:
+    """Stands for an image or a clip: renderers look into none, whatever it is."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("an array has no one truth value")
+
+    __hash__ = object.__hash__
+
+
+def with_items(case: dict) -> tuple[list, list[Item]]:
+    """The messages of a case, which says only how large its media are, with items in them, and these in order."""
+    items: list[Item] = []
+    messages = json.loads(json.dumps(case["messages"]))
+    for part in (p for m in messages if isinstance(m["content"], list) for p in m["content"] if p["type"] in ("image", "audio")):
+        items.append(Item())
+        part[part["type"]] = items[-1]
+    return messages, items
+
+
+def as_written(segments: list[Segment], case: dict, items: list[Item]) -> list[dict]:
+    """Segments in the form of the cases, each item as the slots that the case wants in its place."""
+    slots = [s for s in case["expect"] if not s.keys() & {"control", "text"}]
+    written = []
+    for segment in segments:
+        if isinstance(segment, Media):
+            assert segment.item is items.pop(0)
+            written.append(slots.pop(0))
+            assert f"{segment.kind}_slots" in written[-1]
+        else:
+            written.append({"control": segment.spelling} if isinstance(segment, Control) else {"text": segment.text})
+    assert not items
+    return written
 
 
 def options(case: dict) -> dict:
@@ -52,22 +81,85 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_there_are_cases():
-    assert len(TEXT) == 12 and len(MEDIA) == 2
+    assert len(CASES) == 14 and len(MEDIA) == 2
 
 
-@pytest.mark.parametrize("case", TEXT, ids=lambda c: c["name"])
-def test_written_out_conversations(case: dict, tokenizer: Tokenizer):
-    segments = render(case["messages"], **options(case))
-    assert segments == segments_of(case)
-    expected = [tokenizer.id_of(s["control"]) if "control" in s else tokenizer.encode(s["text"]) for s in case["expect"]]
-    flat = [i for ids in expected for i in (ids if isinstance(ids, list) else [ids])]
-    assert encode_segments(segments, tokenizer) == flat
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+def test_written_out_conversations(case: dict):
+    messages, items = with_items(case)
+    assert as_written(render(messages, **options(case)), case, items) == case["expect"]
 
 
-@pytest.mark.parametrize("case", MEDIA, ids=lambda c: c["name"])
-def test_media_are_refused_by_name(case: dict):
-    with pytest.raises(InputError, match=r"messages\[0\].content\[\d\] is of type '(image|audio)', which is not supported yet"):
-        render(case["messages"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+def test_ids_of_written_out_conversations(case: dict, tokenizer: Tokenizer):
+    """Each segment by itself, and as many slots as the item has rows."""
+    messages, _ = with_items(case)
+    slots = {"image": tokenizer.control_id("image_slot"), "audio": tokenizer.control_id("audio_slot")}
+    rows = {kind: s[f"{kind}_slots"] for s in case["expect"] for kind in slots if f"{kind}_slots" in s}
+    expected: list[int] = []
+    for s in case["expect"]:
+        if "control" in s:
+            expected.append(tokenizer.id_of(s["control"]) or 0)
+        elif "text" in s:
+            expected += tokenizer.encode(s["text"])
+        else:
+            expected += [slots[kind] for kind in rows] * sum(rows.values())
+    segments = render(messages, **options(case))
+    assert encode_segments(segments, tokenizer, lambda media: [slots[media.kind]] * rows[media.kind]) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+def test_a_template_of_the_same_format_says_the_same(case: dict, released: ChatTemplate):
+    messages, items = with_items(case)
+    assert as_written(released.render(messages, **options(case)), case, items) == case["expect"]
+
+
+def test_media_parts_as_clients_write_them():
+    """The part types of the chat and responses forms; objects with an address or with base64; items of any kind."""
+    data = "data:audio/mp3;base64,AAAA"
+    wanted = [
+        ("image", "a.png"),
+        ("image", "u"),
+        ("image", "u"),
+        ("image", "d"),
+        ("audio", "a.wav"),
+        ("audio", "u"),
+        ("audio", data),
+    ]
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "u", "detail": "low"}},
+        {"type": "image_url", "image_url": "u"},
+        {"type": "input_image", "image_url": "d"},
+        {"type": "audio", "audio": "a.wav"},
+        {"type": "audio_url", "audio_url": {"url": "u"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}},
+    ]
+    for role in ("user", "tool", "system"):
+        media = [s for s in render([{"role": role, "content": parts}]) if isinstance(s, Media)]
+        assert [(m.kind, m.item) for m in media] == wanted
+    image, audio = ({"type": kind, kind: Item()} for kind in ("image", "audio"))
+    tokens = [s.spelling if isinstance(s, Control) else "*" for s in render([{"role": "user", "content": [image, audio]}])[4:-1]]
+    opened = ["<|message_user|>", "<|content_image|>", "*", "<|end_message|>", "<|message_user|>"]
+    assert tokens == [*opened, "<|content_audio_input|>", "*", "<|audio_end|>", "<|end_message|>"]
+
+
+def test_a_video_is_its_frames():
+    """Each a block of its own, where the video stood; whoever has no frames of it is told."""
+    message = {"role": "user", "content": ["a", {"type": "video_url", "video_url": {"url": "v.mp4"}}, "b"]}
+    seen = []
+
+    def frames(item: object, name: str) -> list[str]:
+        seen.append((item, name))
+        return ["f0", "f1"]
+
+    (checked,) = check_messages([message], frames)
+    assert seen == [("v.mp4", "messages[0].content[1].video_url")]
+    images = [{"type": "image", "image": "f0"}, {"type": "image", "image": "f1"}]
+    assert checked["content"] == [{"type": "text", "text": "a"}, *images, {"type": "text", "text": "b"}]
+    assert check_messages([checked]) == [checked]
+    with pytest.raises(InputError, match=r"messages\[0\].content\[1\] is a video"):
+        render([message])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +242,13 @@ def call_with(arguments: object) -> list:
         ([{"role": "user", "content": [{"type": "poem"}]}], r"content\[0\] is of unknown type 'poem'"),
         ([{"role": "user", "content": [{"type": ["text"]}]}], r"content\[0\] is of unknown type \['text'\]"),
         ([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}], "only an assistant"),
-        ([{"role": "user", "content": [{"type": "video_url"}]}], "type 'video_url', which is not supported yet"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image is missing; it must be a path"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r'image_url must hold "url", or "data"'),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": 5}}]}], "data must be a string, not int"),
+        (
+            [{"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
+            "'image', which an assistant message cannot hold",
+        ),
         ([{"role": "assistant", "reasoning_content": 5}], "reasoning_content must be a string"),
         (call_with(5), r"tool_calls\[0\].function.arguments must be an object, not int"),
         (call_with("5"), r"arguments must be an object, not int"),
@@ -171,7 +269,8 @@ def test_bad_messages(messages, message: str):
     [
         ("f", r"tools\[0\] must be an object"),
         ({"name": "f"}, r"tools\[0\].function must be an object"),
-        ({"function": {"name": ""}}, r"tools\[0\].function.name is empty"),
+        ({"function": {"name": ""}}, r"tools\[0\].function.name is ''; it must have 1 to 128 characters and no spaces"),
+        ({"function": {"name": "get weather"}}, r"tools\[0\].function.name is 'get weather'"),
         ({"function": {"name": "f", "parameters": {"x": object()}}}, r"tools\[0\] is not JSON"),
     ],
 )
@@ -206,6 +305,80 @@ TEMPLATE = """
 {%- if reasoning_effort is defined %}effort {{ reasoning_effort }}{% endif %}
 {%- if add_generation_prompt %}<|message_model|>{% endif %}
 """
+
+
+# The same format as the checkpoint's own template writes it: one placeholder an item (spec 6, spec_disagreements 34).
+RELEASED = """
+{%- macro block(role, kind, text, name='') -%}
+<|message_{{ role }}|>{{ name }}<|content_{{ kind }}|>{{ text }}<|end_message|>
+{%- endmacro -%}
+{%- set names = {'none': 0, 'minimal': 0.1, 'low': 0.2, 'medium': 0.7, 'high': 0.9, 'xhigh': 0.99, 'max': 0.99} -%}
+{%- set effort = reasoning_effort | default(0.9) -%}
+{%- set effort = names.get(effort, effort) -%}
+{%- macro effort_line() %}{{ block('system', 'text', 'Thinking effort level: ' ~ effort) }}{% endmacro -%}
+{%- if tools -%}
+{%- set ns = namespace(declared=[]) -%}
+{%- for t in tools -%}
+{%- set f = t.function -%}
+{%- set one = {'description': f.description, 'name': f.name, 'parameters': f.parameters, 'type': t.type} -%}
+{%- set ns.declared = ns.declared + [one] -%}
+{%- endfor -%}
+{{- block('system', 'xml', ns.declared | tojson(separators=(',', ':'), sort_keys=true), 'tool_declare') -}}
+{%- endif -%}
+{%- set said = namespace(effort=false) -%}
+{%- for m in messages -%}
+{%- if m.role != 'system' and not said.effort %}{{ effort_line() }}{% set said.effort = true %}{% endif -%}
+{%- set role = 'model' if m.role == 'assistant' else m.role -%}
+{%- if m.reasoning_content %}{{ block(role, 'thinking', m.reasoning_content) }}{% endif -%}
+{%- if m.content is string %}{{ block(role, 'text', m.content, m.name) }}
+{%- else -%}
+{%- for part in m.content or [] -%}
+{%- if part.type == 'image' %}{{ block(role, 'image', '<|unused_200054|>', m.name) }}
+{%- elif part.type == 'audio' %}{{ block(role, 'audio_input', '<|unused_200053|><|audio_end|>', m.name) }}
+{%- else %}{{ block(role, part.type, part[part.type], m.name) }}{% endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- for call in m.tool_calls or [] -%}
+{%- set args = call.function.arguments | tojson(separators=(',', ':'), sort_keys=true) -%}
+{{- block(role, 'invoke_tool_json', '{"name":' ~ call.function.name | tojson ~ ',"args":' ~ args ~ '}', call.function.name) -}}
+{%- endfor -%}
+{%- if role == 'model' %}<|content_model_end_sampling|>{% endif -%}
+{%- endfor -%}
+{%- if not said.effort %}{{ effort_line() }}{% endif -%}
+{%- if add_generation_prompt %}<|message_model|>{% endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def released(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(RELEASED, "chat_template.jinja", tokenizer, {})
+
+
+@pytest.mark.parametrize(("source", "wrote"), [("<|unused_200054|>", 1), ("<|unused_200053|>", 0), ("<|unused_200054|>" * 3, 3)])
+def test_a_template_that_miscounts_media(tokenizer: Tokenizer, source: str, wrote: int):
+    """As many placeholders of each kind as there are items, or the prompt would show the model another's picture."""
+    message = {"role": "user", "content": [{"type": "image", "image": Item()}, {"type": "image", "image": Item()}]}
+    with pytest.raises(InputError, match=f"template t.jinja wrote {wrote} image placeholders for the 2 in the messages"):
+        ChatTemplate(source, "t.jinja", tokenizer, {}).render([message])
+
+
+@given(texts=st.lists(HOSTILE, min_size=2, max_size=2), name=HOSTILE)
+def test_hostile_texts_around_media(released: ChatTemplate, texts: list[str], name: str):
+    """A text that spells a placeholder stays text, in the built-in format and in a template, and the item keeps its place."""
+    item = Item()
+    parts = [texts[0], {"type": "image", "image": item}, texts[1]]
+    messages = [{"role": "tool", "name": name, "content": parts}, {"role": "user", "content": texts[0]}]
+    for renders in (render, released.render):
+        segments = renders(messages)
+        (media,) = [s for s in segments if isinstance(s, Media)]
+        assert media.item is item
+        found = [s for s in segments[4:-1] if not isinstance(s, Media)]
+        blocks = [("tool", name, "text", texts[0]), ("tool", name, "image", ""), ("tool", name, "text", texts[1])]
+        wanted: list[Segment] = []
+        for role, author, kind, text in [*blocks, ("user", "", "text", texts[0])]:
+            opening, payload = [Control(f"<|message_{role}|>"), Text(author)], [Control(f"<|content_{kind}|>"), Text(text)]
+            wanted += [s for s in (*opening, *payload, Control("<|end_message|>")) if s != Text("")]
+        assert found == wanted
 
 
 @pytest.fixture(scope="module")

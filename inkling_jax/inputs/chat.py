@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from inkling_jax.inputs.messages import canonical_json, check_messages, check_tools, parse_effort
-from inkling_jax.inputs.segments import Control, Segment, Text
+from inkling_jax.inputs.messages import TEXT_PARTS, canonical_json, check_messages, check_tools, parse_effort
+from inkling_jax.inputs.segments import Control, Segment, Text, media_segments
 
 _ROLE_TOKENS = {"system": "message_system", "user": "message_user", "assistant": "message_model", "tool": "message_tool"}
 
@@ -28,10 +28,10 @@ def render(
     segments: list[Segment] = []
     declared = [{**tool["function"], "type": tool["type"]} for tool in check_tools(tools)]
     if declared:
-        segments += _block("message_system", "content_xml", canonical_json(declared, "tools"), name="tool_declare")
+        segments += _block("message_system", _text("content_xml", canonical_json(declared, "tools")), name="tool_declare")
     for message in checked[:leading]:
         segments += _turn(message)
-    segments += _block("message_system", "content_text", effort_line)
+    segments += _block("message_system", _text("content_text", effort_line))
     for message in checked[leading:]:
         segments += _turn(message)
     if add_generation_prompt:
@@ -42,34 +42,39 @@ def render(
 def _turn(message: Mapping[str, Any]) -> list[Segment]:
     """Blocks of one message: one a part, never joined; a model's turn, unless it is empty, ends with its end of sampling."""
     opener = _ROLE_TOKENS[message["role"]]
-    segments = [s for kind, text in _parts(message) for s in _block(opener, kind, text, name=message.get("name", ""))]
+    segments = [s for part in _parts(message) for s in _block(opener, part, name=message.get("name", ""))]
     for call in message.get("tool_calls", ()):
         function = call["function"]
         name, args = (canonical_json(function[key], f"tool call {key}") for key in ("name", "arguments"))
         payload = f'{{"name":{name},"args":{args}}}'  # the envelope keeps this order, only what is inside it is sorted
-        segments += _block(opener, "content_invoke_tool_json", payload, name=function["name"])
+        segments += _block(opener, _text("content_invoke_tool_json", payload), name=function["name"])
     if message["role"] == "assistant" and segments:
         segments.append(_control("content_model_end_sampling"))
     return segments
 
 
-def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(content token, text) of each block of a message besides its tool calls. Media parts will yield theirs here."""
+def _parts(message: Mapping[str, Any]) -> Iterator[list[Segment]]:
+    """What each block of a message holds besides its tool calls."""
     if message.get("reasoning_content"):
-        yield "content_thinking", message["reasoning_content"]
+        yield _text("content_thinking", message["reasoning_content"])
     content = message["content"]
     if isinstance(content, str):
         # A client that has nothing to say beside a tool call sends "" as often as null.
         if content or message["role"] != "assistant":
-            yield "content_text", content
+            yield _text("content_text", content)
         return
     for part in content or ():
-        yield f"content_{part['type']}", part[part["type"]]
+        kind = part["type"]
+        yield _text(f"content_{kind}", part[kind]) if kind in TEXT_PARTS else media_segments(kind, part[kind])
 
 
-def _block(opener: str, kind: str, payload: str, *, name: str = "") -> list[Segment]:
-    body: list[Segment] = [_control(opener), Text(name), _control(kind), Text(payload), _control("end_message")]
+def _block(opener: str, payload: list[Segment], *, name: str = "") -> list[Segment]:
+    body: list[Segment] = [_control(opener), Text(name), *payload, _control("end_message")]
     return [s for s in body if s != Text("")]
+
+
+def _text(kind: str, text: str) -> list[Segment]:
+    return [_control(kind), Text(text)]
 
 
 def _control(role: str) -> Control:

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import jinja2.sandbox
 
 from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.inputs import chat
-from inkling_jax.inputs.messages import EFFORT_NAMES, check_messages, check_tools, parse_effort
-from inkling_jax.inputs.segments import Control, Segment, Text
+from inkling_jax.inputs.messages import EFFORT_NAMES, TEXT_PARTS, check_messages, check_tools, parse_effort
+from inkling_jax.inputs.segments import Control, Media, Segment, Text
 from inkling_jax.inputs.tokenizer import Tokenizer, optional_json_object
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -38,6 +38,10 @@ class ChatTemplate:
         self._name, self._source, self._variables = name, source, dict(variables)
         spellings = sorted(tokenizer.control_spellings, key=len, reverse=True)
         self._control = re.compile("(" + "|".join(map(re.escape, spellings)) + ")") if spellings else None
+        slots = {kind: tokenizer.control.get(f"{kind}_slot") for kind in ("image", "audio")}
+        self._placeholders = {
+            kind: [Control(s) for s in spellings if tokenizer.control_spellings[s] == slot] for kind, slot in slots.items()
+        }
         self._guarded = sorted({"|" if "|" in spelling else spelling[0] for spelling in spellings})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -80,7 +84,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> list[Segment]:
         """Segments of a conversation. Raises InputError for bad messages, and for a template's error with its name and line."""
-        supplied = {"messages": check_messages(messages), "tools": check_tools(tools) or None}
+        checked = check_messages(messages)
+        media = _take_media(checked)
+        supplied = {"messages": checked, "tools": check_tools(tools) or None}
         stand_ins = self._stand_ins(supplied)
         variables: dict[str, Any] = dict(self._variables, **_translated(supplied, str.maketrans(stand_ins)))
         if effort is not None:  # otherwise the template's own default holds
@@ -93,7 +99,21 @@ class ChatTemplate:
             raise InputError(f"chat template {self._name}, line {line}: {type(error).__name__}: {error}") from None
         pieces = self._control.split(rendered) if self._control else [rendered]
         back = str.maketrans({stand_in: char for char, stand_in in stand_ins.items()})
-        return [Control(p) if n % 2 else Text(p.translate(back)) for n, p in enumerate(pieces) if p]
+        segments: list[Segment] = [Control(p) if n % 2 else Text(p.translate(back)) for n, p in enumerate(pieces) if p]
+        return self._with_media(segments, media)
+
+    def _with_media(self, segments: list[Segment], media: list[tuple[str, Any]]) -> list[Segment]:
+        """`segments` with the items, in order of the messages, where the template wrote the placeholders of their kind."""
+        for kind in ("image", "audio"):
+            items = [item for medium, item in media if medium == kind]
+            places = [n for n, segment in enumerate(segments) if segment in self._placeholders[kind]]
+            if len(places) != len(items):
+                raise InputError(
+                    f"chat template {self._name} wrote {len(places)} {kind} placeholders for the {len(items)} in the messages"
+                )
+            for n, item in zip(places, items, strict=True):
+                segments[n] = Media(kind, item)
+        return segments
 
     def _stand_ins(self, supplied: Any) -> dict[str, str]:
         """Guarded character -> private-use character that neither the caller's strings nor the template hold."""
@@ -116,6 +136,12 @@ def chat_renderer(path: str | Path | None, tokenizer: Tokenizer | None) -> Calla
     """
     template = ChatTemplate.from_directory(path, tokenizer) if path is not None and tokenizer is not None else None
     return chat.render if template is None else template.render
+
+
+def _take_media(messages: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """The media of checked messages, (kind, item) in order, taken out: a template sees {"type": kind} and nothing more."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [(part["type"], part.pop(part["type"])) for part in parts if part["type"] not in TEXT_PARTS]
 
 
 def _strings(value: Any) -> Iterator[str]:

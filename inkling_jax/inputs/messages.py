@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inkling_jax.errors import InputError
@@ -13,7 +15,20 @@ ROLES = ("system", "user", "assistant", "tool")
 EFFORT_NAMES = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99, "max": 0.99}
 DEFAULT_EFFORT = 0.9
 MAX_EFFORT = 0.99
-MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "input_video")
+TEXT_PARTS = ("text", "thinking")
+# Part types that clients use for media, the fields that hold the item, and what it is.
+MEDIA_PARTS = {
+    "image": ("image", "image"),
+    "image_url": ("image_url", "image"),
+    "input_image": ("image_url", "image"),
+    "audio": ("audio", "audio"),
+    "audio_url": ("audio_url", "audio"),
+    "input_audio": ("input_audio", "audio"),
+    "video": ("video", "video"),
+    "video_url": ("video_url", "video"),
+}
+Frames = Callable[[Any, str], Sequence[Any]]
+TOOL_NAME = re.compile(r"\S{1,128}")  # a name in front of a call is told from an answer's first words by this
 
 
 def parse_effort(effort: str | float | None) -> float:
@@ -50,8 +65,8 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
         tool = _mapping(tool, where)
         function = _mapping(tool.get("function"), f"{where}.function")
         name = _string(function.get("name"), f"{where}.function.name")
-        if not name:
-            raise InputError(f"{where}.function.name is empty")
+        if not TOOL_NAME.fullmatch(name):
+            raise InputError(f"{where}.function.name is {name!r}; it must have 1 to 128 characters and no spaces")
         spec = {
             "name": name,
             "description": _string(function.get("description") or "", f"{where}.function.description"),
@@ -62,12 +77,14 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     return checked
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Mapping[str, Any]], frames: Frames | None = None) -> list[dict[str, Any]]:
     """Messages with every shape that callers use made one; raises InputError naming the message and field at fault.
 
-    Each has `role` and `content` (a str, a list of {"type": "text" | "thinking", ...} parts, or None). An assistant's may have
-    `reasoning_content` and `tool_calls` ({"id", "type", "function": {"name", "arguments": dict}}); a tool's has the `name` of
-    its function, looked up by `tool_call_id` if need be ("" when no call has that id).
+    Each has `role` and `content` (a str, None, or a list of parts: {"type": T, T: ...}, T being "text", "thinking" of an
+    assistant, "image" or "audio" of anybody else). An assistant's may have `reasoning_content` and `tool_calls` ({"id", "type",
+    "function": {"name", "arguments": dict}}); a tool's has the `name` of its function, looked up by `tool_call_id` if need be
+    ("" when no call has that id). Images and audio are not looked into. `frames` gives the images that a video, named for
+    errors, is made of; without it a video is refused. Checked messages pass unchanged.
     """
     names_by_call: dict[str, str] = {}
     checked = []
@@ -77,7 +94,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-        content = _content(message.get("content"), role, f"{where}.content")
+        content = _content(message.get("content"), role, f"{where}.content", frames)
         result: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
             reasoning = message.get("reasoning_content")
@@ -101,24 +118,49 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return checked
 
 
-def _content(content: Any, role: str, where: str) -> str | list[dict[str, Any]] | None:
+def _content(content: Any, role: str, where: str, frames: Frames | None) -> str | list[dict[str, Any]] | None:
     if content is None or isinstance(content, str):
         return content
-    return [_part(part, role, f"{where}[{n}]") for n, part in enumerate(_sequence(content, where))]
+    parts = (_part(part, role, f"{where}[{n}]", frames) for n, part in enumerate(_sequence(content, where)))
+    return list(itertools.chain.from_iterable(parts))
 
 
-def _part(part: Any, role: str, where: str) -> dict[str, Any]:
+def _part(part: Any, role: str, where: str, frames: Frames | None) -> list[dict[str, Any]]:
+    """The part in its one shape; a video as its frames."""
     if isinstance(part, str):
-        return {"type": "text", "text": part}
+        return [{"type": "text", "text": part}]
     part = _mapping(part, where)
     kind = part.get("type")
-    if kind in MEDIA_PARTS:
-        raise InputError(f"{where} is of type {kind!r}, which is not supported yet: give text only")
+    if isinstance(kind, str) and kind in MEDIA_PARTS:
+        if role == "assistant":
+            raise InputError(f"{where} is of type {kind!r}, which an assistant message cannot hold")
+        field, medium = MEDIA_PARTS[kind]
+        item = _media_item(part.get(field), f"{where}.{field}")
+        if medium != "video":
+            return [{"type": medium, medium: item}]
+        if frames is None:
+            raise InputError(f"{where} is a video, which this conversation cannot take: give its frames as images")
+        return [{"type": "image", "image": frame} for frame in frames(item, f"{where}.{field}")]
     if kind == "thinking" and role != "assistant":
         raise InputError(f"{where} is of type 'thinking', which only an assistant message may hold")
-    if kind not in ("text", "thinking"):
-        raise InputError(f"{where} is of unknown type {kind!r}; it must be 'text' (or 'thinking' of an assistant)")
-    return {"type": kind, kind: _string(part.get(kind), f"{where}.{kind}")}
+    if kind not in TEXT_PARTS:
+        known = ", ".join([*TEXT_PARTS, *MEDIA_PARTS])
+        raise InputError(f"{where} is of unknown type {kind!r}; it must be one of {known}")
+    return [{"type": kind, kind: _string(part.get(kind), f"{where}.{kind}")}]
+
+
+def _media_item(item: Any, where: str) -> Any:
+    """The item of a media part: itself, or what the objects of the OpenAI shape stand for ({"url"}, {"data", "format"})."""
+    if isinstance(item, Mapping):
+        if "url" in item:
+            item = item["url"]
+        elif "data" in item:
+            item = f"data:audio/{item.get('format', 'wav')};base64,{_string(item['data'], f'{where}.data')}"
+        else:
+            raise InputError(f'{where} must hold "url", or "data" in base64')
+    if item is None:
+        raise InputError(f"{where} is missing; it must be a path, a file:// or data: URL, bytes, or what holds the values")
+    return item
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
