@@ -78,6 +78,13 @@ def _add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=_size, default=64, metavar="N", help="tokens a cache page (default %(default)s)")
 
 
+def _add_towers_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="a released shape")
+    parser.add_argument(
+        "--items", type=_sizes, default=[1, 16], metavar="1,16,...", help="images, or minutes of audio, a call (default 1,16)"
+    )
+
+
 def _sizes(text: str) -> list[int]:
     return [_size(part) for part in text.split(",")]
 
@@ -90,6 +97,7 @@ def _size(text: str) -> int:
 
 BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "step": ("time one rank's decode and prefill steps, with random weights", _add_step_options),
+    "towers": ("time the vision and audio towers of a released shape, with random weights", _add_towers_options),
 }
 
 

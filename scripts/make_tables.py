@@ -72,6 +72,14 @@ COLUMNS: dict[str, list[Column]] = {
         (SHARE, _percent("ratio")),
         ("bfloat16 logits", _error("rel_err")),
     ],
+    "towers": [
+        ("case", lambda row: row["case"]),
+        ("items/s", _number("items_per_s", 1)),
+        ("ms a call", _number("time_us", 2, 1e-3)),
+        ("bound ms", _number("bound_us", 2, 1e-3)),
+        (SHARE, _percent("ratio")),
+        ("error", _error("rel_err")),
+    ],
     "oracle": [
         ("case", lambda row: row["case"]),
         ("logits", _error("rel_err")),
