@@ -27,7 +27,7 @@ MEDIA_PARTS = {
     "video": ("video", "video"),
     "video_url": ("video_url", "video"),
 }
-ShowVideo = Callable[[Any, str], Sequence[Mapping[str, Any]]]
+Frames = Callable[[Any, str], Sequence[Any]]
 TOOL_NAME = re.compile(r"\S{1,128}")  # a name in front of a call is told from an answer's first words by this
 
 
@@ -77,15 +77,14 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     return checked
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]], show_video: ShowVideo | None = None) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Mapping[str, Any]], frames: Frames | None = None) -> list[dict[str, Any]]:
     """Messages with every shape that callers use made one; raises InputError naming the message and field at fault.
 
     Each has `role` and `content` (a str, None, or a list of parts: {"type": T, T: ...}, T being "text", "thinking" of an
     assistant, "image" or "audio" of anybody else). An assistant's may have `reasoning_content` and `tool_calls` ({"id", "type",
     "function": {"name", "arguments": dict}}); a tool's has the `name` of its function, looked up by `tool_call_id` if need be
-    ("" when no call has that id). Images and audio are not looked into. `show_video` gives the parts, images and perhaps
-    texts, that stand for a video (the second argument names it in errors); without it a video is refused. Checked messages pass
-    unchanged.
+    ("" when no call has that id). Images and audio are not looked into. `frames` gives the images that a video, named for
+    errors, is shown as; without it a video is refused. Checked messages pass unchanged.
     """
     names_by_call: dict[str, str] = {}
     checked = []
@@ -95,7 +94,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], show_video: ShowVideo 
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-        content = _content(message.get("content"), role, f"{where}.content", show_video)
+        content = _content(message.get("content"), role, f"{where}.content", frames)
         result: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
             reasoning = message.get("reasoning_content")
@@ -119,15 +118,15 @@ def check_messages(messages: Sequence[Mapping[str, Any]], show_video: ShowVideo 
     return checked
 
 
-def _content(content: Any, role: str, where: str, show_video: ShowVideo | None) -> str | list[dict[str, Any]] | None:
+def _content(content: Any, role: str, where: str, frames: Frames | None) -> str | list[dict[str, Any]] | None:
     if content is None or isinstance(content, str):
         return content
-    parts = (_part(part, role, f"{where}[{n}]", show_video) for n, part in enumerate(_sequence(content, where)))
+    parts = (_part(part, role, f"{where}[{n}]", frames) for n, part in enumerate(_sequence(content, where)))
     return list(itertools.chain.from_iterable(parts))
 
 
-def _part(part: Any, role: str, where: str, show_video: ShowVideo | None) -> list[dict[str, Any]]:
-    """The part in its one shape; a video as the parts that stand for it."""
+def _part(part: Any, role: str, where: str, frames: Frames | None) -> list[dict[str, Any]]:
+    """The part in its one shape; a video as its frames."""
     if isinstance(part, str):
         return [{"type": "text", "text": part}]
     part = _mapping(part, where)
@@ -139,9 +138,9 @@ def _part(part: Any, role: str, where: str, show_video: ShowVideo | None) -> lis
         item = _media_item(part.get(field), f"{where}.{field}")
         if medium != "video":
             return [{"type": medium, medium: item}]
-        if show_video is None:
+        if frames is None:
             raise InputError(f"{where} is a video, which this conversation cannot take: give its frames as images")
-        return [shown for p in show_video(item, f"{where}.{field}") for shown in _part(p, role, where, None)]
+        return [{"type": "image", "image": frame} for frame in frames(item, f"{where}.{field}")]
     if kind == "thinking" and role != "assistant":
         raise InputError(f"{where} is of type 'thinking', which only an assistant message may hold")
     if kind not in TEXT_PARTS:
