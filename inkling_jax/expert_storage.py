@@ -1,7 +1,8 @@
-"""Expert weights in the order of the Hopper kernels: whether a model can have them so, and the change, one weight at a time."""
+"""Weights in the forms of the Hopper kernels: whether a model can have them so, and the change, one weight at a time."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,6 +14,7 @@ from inkling_jax.config import TextConfig
 from inkling_jax.errors import InputError
 from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4
 from inkling_jax.kernels.expert_matmul.pack import arrange, check
+from inkling_jax.kernels.paged_attention import prepare_bias
 from inkling_jax.layers.experts import W2_AXES, W13_AXES
 from inkling_jax.layers.mlp import DenseMLP
 from inkling_jax.model import Inkling
@@ -24,15 +26,17 @@ logger = logging.getLogger(__name__)
 _AXES = {"w13": W13_AXES, "w2": W2_AXES}
 
 
-def choose_kernels(kernels: str, config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int]) -> bool:
-    """Whether expert products are to run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" what is known to be best.
+def choose_kernels(
+    kernels: str, config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int], page_size: int
+) -> bool:
+    """Whether experts and attention run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" what is known to be best.
 
     That is the reference until the kernels' answers and times in a whole model are on record. What is asked for by name never
     falls back: InputError says why it cannot run here.
     """
     if kernels not in KERNELS:
         raise InputError(f"kernels={kernels!r}: expected one of {', '.join(KERNELS)}")
-    refused = kernels_refused(config, dtype, device_kind, sizes)
+    refused = kernels_refused(config, dtype, device_kind, sizes, page_size)
     if kernels == "sm90" and refused is not None:
         raise InputError(f"kernels='sm90': {refused}")
     if kernels == "auto":
@@ -41,34 +45,39 @@ def choose_kernels(kernels: str, config: TextConfig, dtype: jnp.dtype, device_ki
     return kernels == "sm90"
 
 
-def kernels_refused(config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int]) -> str | None:
-    """Why the expert kernels cannot run this model on a mesh of such devices with such axis sizes; None where they can."""
+def kernels_refused(
+    config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int], page_size: int
+) -> str | None:
+    """Why the kernels cannot run this model on a mesh of such devices with such axis sizes; None where they can."""
     if not any(kind in device_kind for kind in HOPPER):
         return f"{device_kind} is not a Hopper GPU"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
     from inkling_jax.kernels.expert_matmul.sm90 import supported
+    from inkling_jax.kernels.paged_attention.sm90 import unsupported
 
     hidden = config.expert_width
     for axis in RULES["expert_ffn"]:
         hidden //= sizes.get(axis, 1)
     if not supported(config.hidden_size, hidden):
         return f"experts of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
-    return None
+    widths = {shape.head_dim for shape in (config.global_attention, config.local_attention)}
+    return next((reason for width in widths if (reason := unsupported(page_size, width, config.rel_dim))), None)
 
 
 def use_kernels(model: Inkling) -> Inkling:
-    """`model`, its expert weights declared in the order of the kernels."""
+    """`model`, its expert weights and its relative biases declared in the forms of the kernels."""
     for layer in model.layers:
+        layer.attn.use_kernels()
         if not isinstance(layer.mlp, DenseMLP):
             layer.mlp.experts.use_kernels()
     return model
 
 
 def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None) -> Iterator[tuple[str, jax.Array]]:
-    """The parameters of a model as those of `use_kernels` of it, each expert weight as soon as all its parts have come.
+    """The parameters of a model as those of `use_kernels` of it, each weight as soon as all its parts have come.
 
-    What they came from is deleted, so memory peaks at one weight more. `mesh`: over which they are spread.
+    What experts came from is deleted, so memory peaks at one weight more. `mesh`: over which they are spread.
     Raises CheckpointError, naming the parameter, for block scales that are NaN or negative.
     """
     parts: dict[str, dict[str, jax.Array]] = {}
@@ -81,6 +90,9 @@ def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None
             found[part] = array
             if len(found) == len(Nvfp4._fields):
                 yield from _repacked(weight, Nvfp4(**parts.pop(weight)), mesh)
+        elif path.endswith(".attn.rel_bias"):
+            tables = jax.jit(prepare_bias, out_shardings=array.sharding)(array)
+            yield from ((f"{path}.{field.name}", getattr(tables, field.name)) for field in dataclasses.fields(tables))
         else:
             yield path, array
 

@@ -106,17 +106,17 @@ def test_declared_shapes_are_those_of_packing() -> None:
 )
 def test_choice(kind: str, dtype: jnp.dtype, sizes: dict[str, int], reason: str | None) -> None:
     """The kernels run on Hopper with bfloat16 and whole blocks; anything else is told why not."""
-    found = kernels_refused(preset("inkling-small").text, dtype, kind, sizes)
+    found = kernels_refused(preset("inkling-small").text, dtype, kind, sizes, 64)
     assert found == reason if reason is None else reason in found
 
 
 def test_a_choice_by_name_never_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     """On Hopper the kernels run when asked for; elsewhere asking is an error; by themselves they do not run yet, and say so."""
     text = preset("inkling-small").text
-    assert choose_kernels("sm90", text, jnp.bfloat16, "NVIDIA H200", {})
+    assert choose_kernels("sm90", text, jnp.bfloat16, "NVIDIA H200", {}, 64)
     with pytest.raises(InputError, match="cpu is not a Hopper GPU"):
-        choose_kernels("sm90", text, jnp.bfloat16, "cpu", {})
+        choose_kernels("sm90", text, jnp.bfloat16, "cpu", {}, 64)
     with caplog.at_level("INFO", logger="inkling_jax"):
-        assert not choose_kernels("auto", text, jnp.bfloat16, "NVIDIA H200", {})
+        assert not choose_kernels("auto", text, jnp.bfloat16, "NVIDIA H200", {}, 64)
     assert "reference path" in caplog.text and "on trial" in caplog.text
-    assert not choose_kernels("reference", text, jnp.bfloat16, "NVIDIA H200", {})
+    assert not choose_kernels("reference", text, jnp.bfloat16, "NVIDIA H200", {}, 64)

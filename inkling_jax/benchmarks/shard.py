@@ -37,7 +37,7 @@ class Shard:
     mesh: str  # such as "tensor=8"
     config: TextConfig
     sizes: dict[str, int]  # of that mesh
-    kernels: bool = False  # expert weights as the kernels want them
+    kernels: bool = False  # weights as the kernels want them
 
     @functools.cached_property
     def model(self) -> Inkling:
@@ -120,11 +120,11 @@ class Shard:
             )
 
 
-def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "auto") -> Shard:
+def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "auto", page_size: int = 64) -> Shard:
     """The shard of a preset or of the shape in a checkpoint directory (its tensors are not read), cut to its first `layers`.
 
-    `rank_of` names the mesh, such as "tensor=8". kernels: as in `load`. Raises ConfigError for what does not divide over
-    the mesh, InputError for bad values.
+    `rank_of` names the mesh, such as "tensor=8". kernels, page_size: as in `load`. Raises ConfigError for what does not divide
+    over the mesh, InputError for bad values.
     """
     directory = Path(source)
     config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
@@ -138,7 +138,8 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
         config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
         name += f" layers={layers}"
     Shard(name, mesh, config, sizes, False).abstract_state(CacheShape(1, 1, 1, 1, 1, 1))  # all that must divide, does
-    return Shard(name, mesh, config, sizes, choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes))
+    chosen = choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes, page_size)
+    return Shard(name, mesh, config, sizes, chosen)
 
 
 def _shuffled_table(slots: int, pages: int) -> jax.Array:

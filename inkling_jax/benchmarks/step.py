@@ -97,7 +97,7 @@ class Stepper:
 def run(args: argparse.Namespace) -> int:
     """Measure every case, keep its row at once, and print them all."""
     device = jax.devices()[0]
-    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels)
+    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size)
     cases = list_cases(args, shard)
     for case in cases:
         shard.check_memory(shard.abstract_state(_shape(shard, case)), device)
@@ -167,7 +167,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         f"{shard.name} {case}",
         case.phase,
         device,
-        kernels="sm90 experts" if shard.kernels else "reference",
+        kernels="sm90" if shard.kernels else "reference",
         time_us=statistics.median(seconds) * 1e6 / case.steps,
         bound_us=bound * 1e6,
         batch=case.batch,
