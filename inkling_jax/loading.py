@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from inkling_jax.cache.paged import CacheShape
-from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
+from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import ModelConfig, preset
 from inkling_jax.convert.load import stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
@@ -26,14 +24,15 @@ from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
-from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.errors import InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.inputs.chat_template import chat_renderer
 from inkling_jax.inputs.segments import Segment
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
+from inkling_jax.memory import Layout, Memory, fit_model, most_positions
 from inkling_jax.model import Inkling, flat_parameters
-from inkling_jax.random_weights import local_leaves, packed_experts, random_parameters
+from inkling_jax.random_weights import packed_experts, random_parameters
 from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
 from inkling_jax.sharding.rules import partition_spec
 from inkling_jax.sources import find_source
@@ -42,7 +41,6 @@ from inkling_jax.towers import Towers
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-WORKSPACE_SHARE = 0.08  # of a GPU's memory, left for what a step computes on its way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +81,27 @@ def load_model(
     the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = _check_options(chunk, tokens_per_call, ahead, slots, page_size, max_context, seed)
+    options = EngineOptions(chunk, tokens_per_call, ahead)
+    check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
     directory, config = _find(source, weights)
-    model_dtype = _dtype(dtype, config)
+    model_dtype = choose_dtype(dtype, config)
     sizes = mesh_sizes(mesh)
-    device_mesh = _make_mesh(sizes)
+    check_mesh(sizes)
+    device_mesh = make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
-    itemsize = model_dtype.itemsize
-    request = CacheRequest(slots, page_size, max(chunk, tokens_per_call * (ahead + 2)), max_context)
-    packed = plan.packed if plan else packed_experts(config.text)
-    model, towers = Inkling(config.text, packed, model_dtype), _towers(config, plan, model_dtype)
-    _check_weights(model, towers, sizes, device_mesh)
-    kept_rows = KEEP_BYTES if flat_parameters(towers) else 0
-    # refuse before reading for minutes
-    fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh, kept_rows), itemsize, sizes)
+    layout = layout_of(config, plan, model_dtype, options)
+    model, towers = layout.model, layout.towers
+    request = CacheRequest(slots, page_size, most_positions(options), max_context)
+    shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
     if choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
-        model, parameters = use_kernels(Inkling(config.text, packed, model_dtype)), repack(parameters, device_mesh)
+        model = use_kernels(layout_of(config, plan, model_dtype, options).model)
+        parameters = repack(parameters, device_mesh)
     arrays = dict(parameters)
     leaves, tower_leaves = _in_order(model, arrays), _in_order(towers, arrays)
-    shape = fit_cache(config.text, request, _kv_memory(kv_memory, device_mesh, kept_rows), itemsize, sizes)
     engine = Engine(
         Programs(model, device_mesh, model_dtype),
         leaves,
@@ -117,7 +113,7 @@ def load_model(
         options=options,
         media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
     )
-    summary = _summary(config, leaves + tower_leaves, shape, sizes, device_mesh, model_dtype)
+    summary = _summary(layout, shape, layout.memory(shape, sizes), device_mesh)
     logger.info("%s", summary)
     return Loaded(config, engine, tokenizer, render_chat, summary)
 
@@ -130,10 +126,16 @@ def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, Mo
     return (found, ModelConfig.from_directory(found)) if isinstance(found, Path) else (None, preset(found))
 
 
-def _towers(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype) -> Towers:
-    """The towers that the configuration has, and the checkpoint, where there is one."""
+def layout_of(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, options: EngineOptions) -> Layout:
+    """The model as it is declared: what the plan found, or without one the shape of an NVFP4 release.
+
+    Towers are those that the configuration has, and the checkpoint, where there is one.
+    """
+    packed = plan.packed if plan else packed_experts(config.text)
     vision, audio = (plan is None or name in plan.towers for name in ("vision", "audio"))
-    return Towers(config.vision if vision else None, config.audio if audio else None, dtype)
+    towers = Towers(config.vision if vision else None, config.audio if audio else None, dtype)
+    media = KEEP_BYTES if flat_parameters(towers) else 0
+    return Layout(config.text, Inkling(config.text, packed, dtype), towers, dtype, bool(packed), options.chunk, media)
 
 
 def _parameters(
@@ -162,13 +164,12 @@ def _in_order(model: Inkling | Towers, arrays: Mapping[str, jax.Array]) -> list[
     return [jax.block_until_ready(arrays[path]) for path in flat_parameters(model)]
 
 
-def _check_options(
-    chunk: int, tokens_per_call: int, ahead: int, slots: int, page_size: int, max_context: int | None, seed: int
-) -> EngineOptions:
+def check_options(options: EngineOptions, *, slots: int, page_size: int, max_context: int | None, seed: int = 0) -> None:
+    """Raise InputError for a number that is none, or too small, naming it."""
     for name, value, least in (
-        ("chunk", chunk, 1),
-        ("tokens_per_call", tokens_per_call, 1),
-        ("ahead", ahead, 0),
+        ("chunk", options.chunk, 1),
+        ("tokens_per_call", options.tokens_per_call, 1),
+        ("ahead", options.ahead, 0),
         ("slots", slots, 1),
         ("page_size", page_size, 1),
         ("max_context", 1 if max_context is None else max_context, 1),
@@ -176,69 +177,21 @@ def _check_options(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
-    return EngineOptions(chunk, tokens_per_call, ahead)
 
 
-def _make_mesh(sizes: Mapping[str, int]) -> Mesh:
+def check_mesh(sizes: Mapping[str, int]) -> None:
+    """Raise InputError for an axis that the engine cannot use yet."""
     if sizes["data"] > 1:
         raise InputError(f"mesh data={sizes['data']}: replicas are not supported yet, use tensor and expert")
-    return make_mesh(sizes)
 
 
-def _dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
+def choose_dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
+    """What to compute in: as wanted, or as the configuration says. Raises InputError for what is not in `DTYPES`."""
     name = config.text.dtype if wanted is None else wanted
     if name not in DTYPES:
         where = " is the configuration's, give another: one of" if wanted is None else ": expected one of"
         raise InputError(f"dtype {name!r}{where} {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[name])
-
-
-def _check_weights(model: Inkling, towers: Towers, sizes: Mapping[str, int], mesh: Mesh) -> None:
-    """Before a weight is read, refuse a mesh that a parameter does not divide over, by name, or that cannot hold them all."""
-    leaves = local_leaves(model, sizes) | local_leaves(towers, sizes)
-    need = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    total, taken = _memory(mesh)
-    if need > total - taken:
-        raise CapacityError(
-            f"the weights take {need} bytes a device, of {total} there {total - taken} are free: "
-            "spread them over more devices, such as mesh='tensor=8'"
-        )
-
-
-def _memory(mesh: Mesh) -> tuple[int, int]:
-    """Bytes of memory of a device, and how many of them are taken. On a CPU, whose devices share it: the RAM, and none."""
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size, 0
-    return stats["bytes_limit"], stats["bytes_in_use"]
-
-
-def _kv_memory(wanted: int | str | None, mesh: Mesh, kept_rows: int) -> int:
-    """Bytes a device that the cache may take. Rows of media may take `kept_rows` bytes beside it."""
-    if wanted is not None:
-        if isinstance(wanted, str):
-            return parse_bytes(wanted)
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
-            raise InputError(f"kv_memory={wanted!r}: expected a number of bytes, or text such as 40GB or 512MiB")
-        return wanted
-    total, taken = _memory(mesh)
-    if mesh.devices.flat[0].platform == "cpu":
-        return total // 4
-    left = total * (1 - WORKSPACE_SHARE) - taken - kept_rows
-    if left <= 0:
-        raise CapacityError(f"{taken} of {total} bytes of the device are taken: no room for a cache")
-    return int(left)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "40GB", "512MiB" or "1000000"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\s*", text)
-    if match is None:
-        raise InputError(f"size {text!r}: expected a number of bytes such as 40GB or 512MiB")
-    number, unit = match.groups()
-    scale = (1024 if unit.endswith("i") else 1000) ** ("KMGT".index(unit[0].upper()) + 1) if unit else 1
-    return int(float(number) * scale)
 
 
 def _media_slots(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -249,19 +202,11 @@ def _media_slots(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int,
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def _summary(
-    config: ModelConfig,
-    leaves: list[jax.Array],
-    shape: CacheShape,
-    sizes: Mapping[str, int],
-    mesh: Mesh,
-    dtype: jnp.dtype,
-) -> str:
-    weights = sum(leaf.nbytes for leaf in leaves)
-    cache = cache_bytes(config.text, shape, dtype.itemsize, sizes)
-    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+def _summary(layout: Layout, shape: CacheShape, memory: Memory, mesh: Mesh) -> str:
+    pages = f"{shape.global_pages:,} pages of global and {shape.local_pages:,} of local layers, {shape.page_size} tokens each"
     return (
-        f"{config.text.num_layers} layers, {dtype.name}, {devices}; weights {size_text(weights)}; "
-        f"cache {size_text(sum(cache.values()))} a device for {shape.global_pages * shape.page_size:,} tokens, "
-        f"at most {shape.max_context:,} a sequence"
+        f"{layout.text.num_layers} layers, {layout.dtype.name}, {mesh.size} x {mesh.devices.flat[0].device_kind}; "
+        f"a device holds weights of {size_text(sum(memory.weights.values()))} and a cache of "
+        f"{size_text(sum(memory.cache.values()))}: {pages}, {shape.slots + 1} rows of convolution state; "
+        f"{shape.global_pages * shape.page_size:,} tokens in all, at most {shape.max_context:,} a sequence"
     )

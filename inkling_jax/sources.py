@@ -8,7 +8,7 @@ from pathlib import Path
 from inkling_jax.config import PRESETS
 from inkling_jax.errors import CheckpointError, InputError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -29,7 +29,7 @@ def find_source(source: str, weights: str) -> Path | str:
                 f"{source!r} is a preset, which is a shape without weights: give a checkpoint directory, or weights='random'"
             )
         return source
-    if _HUB_ID.fullmatch(source):
+    if HUB_ID.fullmatch(source):
         return _download(source)
     if "/" in source or source.startswith(("~", ".")):
         raise CheckpointError(f"{source}: no such directory; expected a checkpoint directory with config.json")

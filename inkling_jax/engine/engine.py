@@ -18,7 +18,7 @@ from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
-from inkling_jax.engine.pack import Entries, context_bucket, pack_chunk, pack_slots, pack_updates
+from inkling_jax.engine.pack import SCORE_CHUNK, Entries, context_bucket, pack_chunk, pack_slots, pack_updates
 from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
 from inkling_jax.engine.state import EngineState
@@ -170,8 +170,9 @@ class Engine:
             self.media.admit(sequence, media)
             # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
             sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
-            for begin in range(0, sequence.prompt_length, self.options.chunk):
-                end = min(sequence.prompt_length, begin + self.options.chunk)
+            length = min(self.options.chunk, SCORE_CHUNK)
+            for begin in range(0, sequence.prompt_length, length):
+                end = min(sequence.prompt_length, begin + length)
                 chunk, context = self._chunk([(sequence, begin, end)])
                 (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
                 count = end - begin

@@ -11,6 +11,7 @@ from inkling_jax.engine.state import PageUpdates
 from inkling_jax.engine.steps import Chunk
 
 SMALLEST_CHUNK = 16  # tokens of the smallest prefill bucket
+SCORE_CHUNK = 512  # most tokens of a step that returns logits of them all: a float32 row of the vocabulary each
 SMALLEST_CONTEXT = 1024  # positions of the smallest context bucket; they grow fourfold
 DROPPED = np.iinfo(np.int32).max  # a slot out of range: the device drops what is written there
 

@@ -1,0 +1,242 @@
+"""What a model takes of each device's memory before anything is loaded: weights, cache, what a step computes on its way.
+
+Every size comes from where loading takes it: declared parameters and cache arrays over the one table of sharding/rules.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from inkling_jax.cache.paged import CacheShape
+from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
+from inkling_jax.config import TextConfig
+from inkling_jax.engine.engine import EngineOptions
+from inkling_jax.engine.pack import SCORE_CHUNK, SMALLEST_CHUNK, bucket
+from inkling_jax.engine.state import create_state
+from inkling_jax.errors import CapacityError, ConfigError, InputError
+from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.sharding.mesh import AXES
+from inkling_jax.sharding.rules import local_shape
+from inkling_jax.towers import Towers
+from inkling_jax.workspace import step_workspace
+
+MARGIN = 0.03  # of a device's memory, left for what the allocator cannot use and the formula for a step misses
+MOST_DEVICES = 64  # of a mesh that is proposed
+UNLIMITED = 1 << 62
+
+# A parameter belongs to the first kind whose pattern is found in its path.
+KINDS: dict[str, str] = {
+    "towers": r"^(vision|audio)\.",
+    "norms and convolutions": r"(norm|conv)\.weight$",
+    "embedding": r"^embed$",
+    "head": r"^unembed$",
+    "attention": r"\.attn\.",
+    "routed experts": r"\.mlp\.experts\.",
+    "shared experts": r"\.mlp\.shared\.",
+    "router": r"\.mlp\.router\.",
+    "dense feed-forward": r"\.mlp\.",
+}
+
+
+def kind_of(path: str) -> str:
+    """What a parameter is, for a table."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by kind."""
+
+    weights: dict[str, int]
+    cache: dict[str, int]  # keys and values of "global" and "local" layers, "conv" state
+    slots: int  # the sampler's settings and counts, page tables, lengths
+    media: int  # rows that the towers made, kept for sequences that run
+    workspace: dict[str, int]  # of one step, by program
+
+    @property
+    def step(self) -> int:
+        """What a step takes on its way, whichever program it is."""
+        return max(self.workspace.values())
+
+    @property
+    def without_cache(self) -> int:
+        """All that is there whatever the number of pages."""
+        return sum(self.weights.values()) + self.slots + self.media + self.step
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.without_cache + sum(self.cache.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A model as it is declared, and how it is to run."""
+
+    text: TextConfig
+    model: Inkling
+    towers: Towers
+    dtype: jnp.dtype  # of activations and cache
+    packed: bool  # some experts are NVFP4
+    chunk: int  # prompt tokens a step
+    media: int = 0  # bytes for rows of media
+
+    @functools.cached_property
+    def _declared(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], int]]:
+        flat = flat_parameters(self.model) | flat_parameters(self.towers)
+        return {path: (leaf.get_value().shape, leaf.axes, leaf.get_value().dtype.itemsize) for path, leaf in flat.items()}
+
+    def weights(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of one rank's parameters by kind. Raises ConfigError naming the one that does not divide over the mesh."""
+        found = dict.fromkeys(KINDS, 0)
+        for path, (shape, axes, itemsize) in self._declared.items():
+            found[kind_of(path)] += math.prod(local_shape(path, shape, axes, sizes)) * itemsize
+        return {kind: size for kind, size in found.items() if size}
+
+    def memory(self, shape: CacheShape, sizes: Mapping[str, int]) -> Memory:
+        """Bytes on one rank with a cache of this shape. Raises ConfigError where something does not divide over the mesh."""
+        return Memory(
+            weights=self.weights(sizes),
+            cache=cache_bytes(self.text, shape, self.dtype.itemsize, sizes),
+            slots=self._slot_bytes(shape),
+            media=self.media,
+            workspace=self._workspace(shape, sizes),
+        )
+
+    def full(self, request: CacheRequest, sizes: Mapping[str, int]) -> Memory:
+        """The same where every sequence may reach the request's context."""
+        return self.memory(fit_cache(self.text, request, UNLIMITED, self.dtype.itemsize, sizes), sizes)
+
+    def _slot_bytes(self, shape: CacheShape) -> int:
+        none = dataclasses.replace(self.text, num_layers=0, local_layers=(), dense_layers=())
+        state = jax.eval_shape(lambda: create_state(none, shape, self.dtype, self.text.usable_vocab_size))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+
+    def _workspace(self, shape: CacheShape, sizes: Mapping[str, int]) -> dict[str, int]:
+        rows = bucket(shape.slots)
+        tokens, scored = (max(SMALLEST_CHUNK, bucket(size)) for size in (self.chunk, min(self.chunk, SCORE_CHUNK)))
+        context = -(-shape.max_context // shape.page_size) * shape.page_size
+        programs = {"prefill": (tokens, rows, rows), "decode": (rows, rows, rows), "score": (scored, 1, scored)}
+        return {
+            name: step_workspace(
+                self.text,
+                sizes,
+                self.dtype.itemsize,
+                tokens=tokens,
+                rows=rows,
+                context=context,
+                page_size=shape.page_size,
+                logits=logits,
+                packed=self.packed,
+            )
+            for name, (tokens, rows, logits) in programs.items()
+        }
+
+
+def most_positions(options: EngineOptions) -> int:
+    """`CacheRequest.max_query` of an engine: a chunk, or what the calls in flight and the next one may add."""
+    return max(options.chunk, options.tokens_per_call * (options.ahead + 2))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "40GB", "512MiB" or "1000000"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\s*", text)
+    if match is None:
+        raise InputError(f"size {text!r}: expected a number of bytes such as 40GB or 512MiB")
+    number, unit = match.groups()
+    scale = (1024 if unit.endswith("i") else 1000) ** ("KMGT".index(unit[0].upper()) + 1) if unit else 1
+    return int(float(number) * scale)
+
+
+def memory_of(device: Any, devices: int) -> tuple[int, int]:
+    """Bytes of memory of a device, and how many of them are taken. On a CPU, whose `devices` share it: the RAM, and none."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices, 0
+    return stats["bytes_limit"], stats["bytes_in_use"]
+
+
+def usable(device_memory: int) -> int:
+    """Of a device's memory, what a plan may fill."""
+    return int(device_memory * (1 - MARGIN))
+
+
+def largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits, 0 where none does. Where one does not fit, no larger one may."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def meshes(most: int = MOST_DEVICES) -> Iterator[dict[str, int]]:
+    """Meshes of one replica, those of few devices first, and among equals those with more of `tensor`."""
+    for devices in range(1, most + 1):
+        for expert in range(1, devices + 1):
+            if devices % expert == 0:
+                yield dict.fromkeys(AXES, 1) | {"tensor": devices // expert, "expert": expert}
+
+
+def smallest_mesh(layout: Layout, request: CacheRequest, device_memory: int) -> dict[str, int] | None:
+    """The first of `meshes` that the model divides over and fits; None where none does."""
+    for sizes in meshes():
+        try:
+            if layout.full(request, sizes).total <= usable(device_memory):
+                return sizes
+        except ConfigError:  # does not divide
+            continue
+    return None
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """A mesh as its option is written."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tensor=1"
+
+
+def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None, mesh: Mesh) -> CacheShape:
+    """The cache that fits beside the model: within `kv_memory` bytes a device, or what is left (a quarter of the RAM on a CPU).
+
+    Raises CapacityError with the bytes needed and those there where weights, cache and a step do not fit together, ConfigError
+    naming a parameter that does not divide over the mesh.
+    """
+    sizes, device = dict(mesh.shape), mesh.devices.flat[0]
+    total, taken = memory_of(device, mesh.size)
+    free = usable(total) - taken
+    known = layout.full(request, sizes)
+    weights = sum(known.weights.values())
+    there = f"of {total} there {max(0, free)} can be used"
+    if weights > free:
+        few = dataclasses.replace(request, max_context=request.max_context or request.page_size)
+        other = smallest_mesh(layout, few, total - taken)
+        advice = f": spread them over more devices, such as mesh={mesh_text(other)!r}" if other else ""
+        raise CapacityError(f"the weights take {weights} bytes a device, {there}{advice}")
+    room = free - known.without_cache
+    if kv_memory is None:
+        if room <= 0:
+            raise CapacityError(f"weights and a step take {known.without_cache} bytes a device, {there}: no room for a cache")
+        memory = min(room, total // 4) if device.platform == "cpu" else room
+        return fit_cache(layout.text, request, memory, layout.dtype.itemsize, sizes)
+    shape = fit_cache(layout.text, request, _bytes(kv_memory), layout.dtype.itemsize, sizes)
+    needed = layout.memory(shape, sizes).total
+    if needed > free:
+        raise CapacityError(f"weights, cache and a step take {needed} bytes a device, {there}: lower kv_memory or max_context")
+    return shape
+
+
+def _bytes(kv_memory: int | str) -> int:
+    if isinstance(kv_memory, str):
+        return parse_bytes(kv_memory)
+    if isinstance(kv_memory, bool) or not isinstance(kv_memory, int) or kv_memory < 0:
+        raise InputError(f"kv_memory={kv_memory!r}: expected a number of bytes, or text such as 40GB or 512MiB")
+    return kv_memory
