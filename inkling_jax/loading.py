@@ -27,6 +27,8 @@ from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.inputs.chat_template import chat_renderer
+from inkling_jax.inputs.images import ImageConfig
+from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.segments import Segment
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -50,6 +52,7 @@ class Loaded:
     config: ModelConfig
     engine: Engine
     tokenizer: Tokenizer | None
+    processor: Processor
     render_chat: Callable[..., list[Segment]]  # called as `inputs.chat.render` is
     summary: str  # one line: shape, place, memory
 
@@ -89,11 +92,13 @@ def load_model(
     check_mesh(sizes)
     device_mesh = make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
+    images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
     layout = layout_of(config, plan, model_dtype, options)
     model, towers = layout.model, layout.towers
+    processor = Processor(config, tokenizer, towers.names, images)
     request = CacheRequest(slots, page_size, most_positions(options), max_context)
     shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
@@ -108,14 +113,14 @@ def load_model(
         _create_state(config, shape, model_dtype, device_mesh),
         config.text,
         shape,
-        banned=_media_slots(config, tokenizer),
+        banned=tuple(sorted(processor.slots.values())),
         default_stop_ids=stop_ids,
         options=options,
         media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
     )
     summary = _summary(layout, shape, layout.memory(shape, sizes), device_mesh)
     logger.info("%s", summary)
-    return Loaded(config, engine, tokenizer, render_chat, summary)
+    return Loaded(config, engine, tokenizer, processor, render_chat, summary)
 
 
 def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, ModelConfig]:
@@ -192,14 +197,6 @@ def choose_dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
         where = " is the configuration's, give another: one of" if wanted is None else ": expected one of"
         raise InputError(f"dtype {name!r}{where} {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[name])
-
-
-def _media_slots(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that stand for media rows, which no model output may be."""
-    ids = {config.image_token_id, config.audio_token_id}
-    if tokenizer is not None:
-        ids |= {tokenizer.control.get("image_slot"), tokenizer.control.get("audio_slot")}
-    return tuple(sorted(i for i in ids if i is not None))
 
 
 def _summary(layout: Layout, shape: CacheShape, memory: Memory, mesh: Mesh) -> str:

@@ -19,3 +19,8 @@ class Towers(nnx.Module):
     def __init__(self, vision: VisionConfig | None, audio: AudioConfig | None, dtype: jnp.dtype):
         self.vision = VisionTower(vision, dtype) if vision is not None else None
         self.audio = AudioTower(audio, dtype) if audio is not None else None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Which of "vision" and "audio" are there."""
+        return frozenset(name for name in ("vision", "audio") if getattr(self, name) is not None)

@@ -305,7 +305,7 @@ def test_without_a_tokenizer(idle: LLM) -> None:
         ({"prompt": "a"}, InputError, "the prompt is {'prompt': 'a'}: expected"),
         (None, InputError, "the prompt is None: expected"),
         (np.array(5), InputError, "the prompt is .*5.*: expected"),
-        (Prompt([1], images=["cat.png"]), InputError, "the prompt holds images: media are not supported yet"),
+        (Prompt([1], images=["cat.png"]), InputError, "image 0: cat.png: no such file"),
         ("\ud800", InputError, "lone surrogate at character 0"),
         ([5] * (CONTEXT + 1), CapacityError, f"has {CONTEXT + 1} tokens, the context holds {CONTEXT}"),
     ],

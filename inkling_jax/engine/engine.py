@@ -206,6 +206,7 @@ class Engine:
         sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=sampling)
         for sequence in ending:
             sequence.dispatched = 1
+            self.media.release(sequence)
         rows = [(row, s) for row, (s, _, end) in enumerate(parts) if end == s.prompt_length]
         self._launched(rows, sampled)
 

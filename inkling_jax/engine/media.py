@@ -58,9 +58,7 @@ class MediaRunner:
         self._dtype, self._keep_bytes = dtype, keep_bytes
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._programs = {
-            name: jax.jit(functools.partial(self._compute, name), out_shardings=self._everywhere)
-            for name in ("vision", "audio")
-            if getattr(towers, name) is not None
+            name: jax.jit(functools.partial(self._compute, name), out_shardings=self._everywhere) for name in sorted(towers.names)
         }
         self._lay = jax.jit(_lay, donate_argnums=0, out_shardings=self._everywhere)
         self._kept: OrderedDict[_Run, None] = OrderedDict()  # the least recently used first
@@ -75,7 +73,6 @@ class MediaRunner:
 
     def admit(self, owner: Hashable, items: Sequence[MediaItem]) -> None:
         """Have the rows of a prompt's items made, each tower running once over all that are not known yet."""
-        items = [item for item in items if len(item.values)]
         for tower in self._programs:
             new = {item.digest: item for item in items if item.tower == tower and item.digest not in self._known}
             if new:
@@ -93,7 +90,7 @@ class MediaRunner:
         wanted: dict[int, tuple[jax.Array, np.ndarray]] = {}
         at = 0
         for owner, begin, end in parts:
-            for run, first, count, place in self._placed.get(owner, ()):
+            for run, first, count, place in self._placed[owner]:
                 tokens = np.arange(max(begin, place), min(end, place + count))
                 number, row = np.divmod(first + tokens - place, PIECE_ROWS)
                 for n in np.unique(number):

@@ -94,7 +94,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], frames: Frames | None 
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-        content = _content(message.get("content"), role, f"{where}.content", frames)
+        content = check_content(message.get("content"), role, f"{where}.content", frames)
         result: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
             reasoning = message.get("reasoning_content")
@@ -118,7 +118,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]], frames: Frames | None 
     return checked
 
 
-def _content(content: Any, role: str, where: str, frames: Frames | None) -> str | list[dict[str, Any]] | None:
+def check_content(content: Any, role: str, where: str, frames: Frames | None) -> str | list[dict[str, Any]] | None:
+    """The content of one message, called `where` in errors, in the shape that `check_messages` gives it."""
     if content is None or isinstance(content, str):
         return content
     parts = (_part(part, role, f"{where}[{n}]", frames) for n, part in enumerate(_sequence(content, where)))
