@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from inkling_jax.errors import CapacityError, CheckpointError, ConfigError, InklingError, InputError
 
 if TYPE_CHECKING:
+    from inkling_jax.conversation import ChatCompletion, ChatDelta, ChatStream
     from inkling_jax.engine.request import SamplingParams
     from inkling_jax.inputs.prompt import Prompt
     from inkling_jax.llm import LLM, Completion, Delta, load
@@ -21,6 +22,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CapacityError",
+    "ChatCompletion",
+    "ChatDelta",
+    "ChatStream",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -36,6 +40,9 @@ __all__ = [
 _HOMES = {
     "load": "inkling_jax.llm",
     "LLM": "inkling_jax.llm",
+    "ChatCompletion": "inkling_jax.conversation",
+    "ChatDelta": "inkling_jax.conversation",
+    "ChatStream": "inkling_jax.conversation",
     "Completion": "inkling_jax.llm",
     "Delta": "inkling_jax.llm",
     "Prompt": "inkling_jax.inputs.prompt",

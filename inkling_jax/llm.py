@@ -1,4 +1,4 @@
-"""The notebook-facing object: load a model, then score, trace, generate and stream."""
+"""The notebook-facing object: load a model, then score, trace, generate, stream and chat."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import os
 import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from jaxtyping import Float
 
 from inkling_jax.config import ModelConfig
+from inkling_jax.conversation import ChatCompletion, ChatStream, chat
 from inkling_jax.engine.engine import Engine
 from inkling_jax.engine.output import Output, TokenLogprobs
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
-from inkling_jax.inputs.messages import check_messages
-from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.prompt import Prompt
+from inkling_jax.inputs.segments import encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.interrupts import hold_interrupts
 from inkling_jax.loading import Loaded, load_model
-from inkling_jax.media import MediaItem
 from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
 
 PromptLike = str | Prompt | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+Effort = str | float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.summary: str = loaded.summary
         self.engine: Engine = loaded.engine
-        self.processor: Processor = loaded.processor
         self._render_chat = loaded.render_chat
         self._mail: dict[int, deque[Output]] = {}  # by request: calls may be nested, such as generate in the loop over a stream
 
@@ -122,17 +123,40 @@ class LLM:
             raise InputError(f"stream yields one completion, SamplingParams.n is {sampling.n}")
         return self._stream(requests)
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        effort: str | float | None = None,
-    ) -> Prompt:
+    def chat_prompt(self, messages: Messages, *, tools: Tools = None, effort: Effort = None) -> Prompt:
         """A conversation as the model reads it, up to where its answer begins: by the checkpoint's template or spec 6."""
-        self._require_tokenizer("a conversation")
-        shown = check_messages(messages, self.processor.frames)
-        return self.processor.encode(self._render_chat(shown, tools=tools, effort=effort))
+        tokenizer = self._require_tokenizer("a conversation")
+        return Prompt(encode_segments(self._render_chat(messages, tools=tools, effort=effort), tokenizer))
+
+    @overload
+    def chat(
+        self, messages: Messages, *, tools: Tools = None, effort: Effort = None, sampling: SamplingParams | None = None
+    ) -> ChatCompletion: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = None,
+        effort: Effort = None,
+        sampling: SamplingParams | None = None,
+        stream: Literal[True],
+    ) -> ChatStream: ...
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = None,
+        effort: Effort = None,
+        sampling: SamplingParams | None = None,
+        stream: bool = False,
+    ) -> ChatCompletion | ChatStream:
+        """The answer to a conversation, its reasoning, text and tool calls told apart; with `stream`, in pieces as they are made.
+
+        `messages` and `tools` have the OpenAI shape; `effort` is a name or a number in [0, 0.99]. Raises InputError for what is
+        wrong with them.
+        """
+        return chat(self, messages, tools, effort, sampling, stream)
 
     def _stream(self, requests: list[Request]) -> Generator[Delta, None, None]:
         writer = _Writer(self.tokenizer, requests[0])
@@ -170,8 +194,7 @@ class LLM:
                 self._mail[output.request_id].append(output)
 
     def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        ids, media = self._read(prompt)
-        chunks = self.engine.evaluate(ids, trace, media)
+        chunks = self.engine.evaluate(self._token_ids(prompt), trace)
         while (chunk := self._uninterrupted(lambda: next(chunks, None))) is not None:
             yield chunk
 
@@ -191,16 +214,8 @@ class LLM:
             )
         if params.stop:
             self._require_tokenizer("a stop string")
-        ids, media = self._read(prompt)
-        return [Request(tuple(ids), params, sample, media) for sample in range(params.n)]
-
-    def _read(self, prompt: PromptLike) -> tuple[Sequence[int], tuple[MediaItem, ...]]:
-        """The prompt's ids, and its media in their places."""
-        ids = self._token_ids(prompt)
-        if isinstance(prompt, str):
-            return ids, ()
-        given = dataclasses.replace(prompt, token_ids=ids) if isinstance(prompt, Prompt) else Prompt(ids)
-        return ids, self.processor.items(given)
+        ids = tuple(self._token_ids(prompt))
+        return [Request(ids, params, sample) for sample in range(params.n)]
 
     def _token_ids(self, prompt: PromptLike) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -208,6 +223,8 @@ class LLM:
             if not ids:
                 raise InputError("the prompt is empty: give at least one token")
             return ids
+        if isinstance(prompt, Prompt) and prompt.media:
+            raise InputError(f"the prompt holds {', '.join(prompt.media)}: media are not supported yet, give token ids alone")
         ids = _plain(prompt.token_ids if isinstance(prompt, Prompt) else prompt)
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray):  # bytes are ints, but never meant as ids
             raise InputError(f"the prompt is {reprlib.repr(ids)}: expected a text, a sequence of token ids or a Prompt")

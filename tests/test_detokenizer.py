@@ -131,7 +131,35 @@ def test_control_tokens_are_no_text_but_count(tokenizer):
     q, w = tokenizer.encode("q")[0], tokenizer.encode("w")[0]
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["w"])
     assert detokenizer.push([end, q, end]) == "q" and detokenizer.kept_tokens == 3
-    assert detokenizer.push([end, w]) == "" and detokenizer.kept_tokens == 2
+    assert detokenizer.push([end, w]) == "" and detokenizer.kept_tokens == 4
+    ids = [end, q, end, end, w, end]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=["w"])
+    assert detokenizer.push(ids) == "q" and detokenizer.kept_tokens == 4
+
+
+@given(ids=st.lists(st.integers(0, SIZE - 1), max_size=12), stops=STOPS, cuts=CUTS)
+def test_tokens_are_kept_when_all_their_text_is_out(tokenizer, library, ids: list[int], stops: list[str], cuts: list[int]):
+    """However the ids are cut: never fewer than before, none that has bytes held back, and in the end the same."""
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
+    before, text = 0, ""
+    for piece in split(ids, cuts):
+        text += detokenizer.push(piece)
+        kept = detokenizer.kept_tokens
+        assert kept >= before
+        if detokenizer.stopped is None:
+            assert text.startswith(library.decode(ids[:kept], skip_special_tokens=True).rstrip("\ufffd"))
+        before = kept
+    detokenizer.finish()
+    whole = IncrementalDetokenizer(tokenizer, stop=stops)
+    run(whole, [ids])
+    assert (detokenizer.kept_tokens, detokenizer.stopped) == (whole.kept_tokens, whole.stopped)
+
+
+def test_a_token_half_held_back_is_not_kept_yet(tokenizer):
+    shared, x = tokenizer.encode("et"), tokenizer.encode("x")
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=["t!"])
+    assert detokenizer.push(shared) == "e" and detokenizer.kept_tokens == 0
+    assert detokenizer.push(x) == "tx" and detokenizer.kept_tokens == 2
 
 
 def test_broken_bytes_before_a_stop_string(tokenizer, library):

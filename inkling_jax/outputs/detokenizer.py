@@ -15,9 +15,9 @@ class IncrementalDetokenizer:
 
     Stop strings are matched on bytes, so across tokens and inside them; of several, the one that is complete first counts (the
     longest if two end together), however the ids are cut into calls. Text that may begin a stop string is held back. `stopped`
-    is the stop string that was found; `kept_tokens` the number of leading ids that certainly belong to the text: those not held
-    back, at a stop string those to the last one that has a byte before it, all once finished. Once stopped, ids are ignored.
-    Control tokens are no text. Costs O(1) amortised a token.
+    is the stop string that was found; `kept_tokens` the number of leading ids that certainly belong to the text, which never
+    falls: those of which nothing is held back; at a stop string all to the last one that has a byte before it or comes before
+    it without any; all once finished. Once stopped, ids are ignored. Control tokens are no text. Costs O(1) amortised a token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stop: str | Collection[str] = ()):
@@ -29,9 +29,7 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = bytearray()  # the last bytes seen, not decoded yet: perhaps the beginning of a stop string
         self._length = 0  # bytes seen, those held included
-        self._tokens = 0
-        self._starts: deque[tuple[int, int]] = deque()  # (offset of the first byte, tokens up to here) of each token in _held
-        self._needed = 0  # tokens up to the last one that begins before _held
+        self._places: deque[tuple[int, int]] = deque()  # offsets of the first byte and past the last of each token not kept yet
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` make certain, beyond what was returned before. Raises InputError for an id out of range."""
@@ -39,24 +37,16 @@ class IncrementalDetokenizer:
             return ""
         for token_id in ids:
             data = self._tokenizer.token_bytes(token_id)
-            self._tokens += 1
-            self._starts.append((self._length, self._tokens))
+            self._places.append((self._length, self._length + len(data)))
             found = self._append(data)
             if found is not None:
                 self.stopped = found.text
-                text = self._release(self._length - len(found.pattern), final=True)
-                self.kept_tokens = self._needed
-                return text
-        text = self._release(self._length - max((m.matched for m in self._matchers), default=0))
-        self.kept_tokens = self._needed if self._held else self._tokens
-        return text
+                return self._release(self._length - len(found.pattern), final=True)
+        return self._release(self._length - max((m.matched for m in self._matchers), default=0))
 
     def finish(self) -> str:
         """The rest of the text, no more ids coming: what was held back, and U+FFFD for a character left incomplete."""
-        if self.stopped is not None:
-            return ""
-        self.kept_tokens = self._tokens
-        return self._release(self._length, final=True)
+        return "" if self.stopped is not None else self._release(self._length, final=True)
 
     def _append(self, data: bytes) -> _Matcher | None:
         """Hold `data`, up to the byte that completes a stop string if one does; returns that one."""
@@ -73,9 +63,10 @@ class IncrementalDetokenizer:
         return None
 
     def _release(self, until: int, final: bool = False) -> str:
-        """Decode the held bytes before offset `until`."""
-        while self._starts and self._starts[0][0] < until:
-            self._needed = self._starts.popleft()[1]
+        """Decode the held bytes before offset `until`, and keep their tokens: with `final`, one that has but some of them too."""
+        while self._places and (self._places[0][1] <= until or (final and self._places[0][0] < until)):
+            self._places.popleft()
+            self.kept_tokens += 1
         count = until - (self._length - len(self._held))
         data = bytes(self._held[:count])
         del self._held[:count]

@@ -1,0 +1,70 @@
+"""An engine that says what a test tells it to, so that everything between messages and answers is real but the model."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any, cast
+
+from inkling_jax.engine.output import Output
+from inkling_jax.engine.request import Request
+from inkling_jax.inputs import chat
+from inkling_jax.inputs.prompt import Prompt
+from inkling_jax.inputs.segments import encode_segments
+from inkling_jax.inputs.tokenizer import Tokenizer
+from inkling_jax.llm import LLM
+
+Step = tuple[int, ...] | str | BaseException  # tokens of one step; a finish reason; what is raised in the place of a step
+
+
+class ScriptedEngine:
+    """Answers the n-th request with the n-th script, an Output a step, and keeps the requests that came."""
+
+    def __init__(self, *scripts: Iterable[Step]):
+        self.scripts = [list(script) for script in scripts]
+        self.requests: list[Request] = []
+        self.cancelled: list[int] = []
+        self.closed = False
+        self._running: dict[int, list[Step]] = {}
+
+    def add(self, request: Request) -> int:
+        self.requests.append(request)
+        number = len(self.requests) - 1
+        self._running[number] = self.scripts[number]
+        return number
+
+    def pending(self, number: int) -> bool:
+        return number in self._running
+
+    def cancel(self, number: int) -> None:
+        if self._running.pop(number, None) is not None:
+            self.cancelled.append(number)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def step(self) -> list[Output]:
+        outputs = []
+        for number, script in list(self._running.items()):
+            item = script.pop(0)
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, str):
+                error = "the logits are not finite" if item == "error" else None
+                outputs.append(Output(number, (), (), item, error))
+                del self._running[number]
+            else:
+                outputs.append(Output(number, item, ()))
+        return outputs
+
+
+def scripted_llm(tokenizer: Tokenizer | None, *scripts: Iterable[Step]) -> LLM:
+    """An LLM of the built-in chat format over a ScriptedEngine, which is its `engine`."""
+    processor = types.SimpleNamespace(
+        frames=None,
+        items=lambda prompt: (),
+        encode=lambda segments: Prompt(encode_segments(segments, cast(Tokenizer, tokenizer))),
+    )
+    parts = {"tokenizer": tokenizer, "processor": processor, "render_chat": chat.render, "engine": ScriptedEngine(*scripts)}
+    loaded: Any = types.SimpleNamespace(config=None, summary="scripted", **parts)
+    return LLM(loaded)
