@@ -18,11 +18,13 @@ from inkling_jax.engine.engine import Engine
 from inkling_jax.engine.output import Output, TokenLogprobs
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
+from inkling_jax.inputs.messages import check_messages
+from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.prompt import Prompt
-from inkling_jax.inputs.segments import encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.interrupts import hold_interrupts
 from inkling_jax.loading import Loaded, load_model
+from inkling_jax.media import MediaItem
 from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
 
 PromptLike = str | Prompt | Sequence[int]
@@ -70,6 +72,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.summary: str = loaded.summary
         self.engine: Engine = loaded.engine
+        self.processor: Processor = loaded.processor
         self._render_chat = loaded.render_chat
         self._mail: dict[int, deque[Output]] = {}  # by request: calls may be nested, such as generate in the loop over a stream
 
@@ -125,8 +128,9 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, *, tools: Tools = None, effort: Effort = None) -> Prompt:
         """A conversation as the model reads it, up to where its answer begins: by the checkpoint's template or spec 6."""
-        tokenizer = self._require_tokenizer("a conversation")
-        return Prompt(encode_segments(self._render_chat(messages, tools=tools, effort=effort), tokenizer))
+        self._require_tokenizer("a conversation")
+        shown = check_messages(messages, self.processor.frames)
+        return self.processor.encode(self._render_chat(shown, tools=tools, effort=effort))
 
     @overload
     def chat(
@@ -194,7 +198,8 @@ class LLM:
                 self._mail[output.request_id].append(output)
 
     def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        chunks = self.engine.evaluate(self._token_ids(prompt), trace)
+        ids, media = self._read(prompt)
+        chunks = self.engine.evaluate(ids, trace, media)
         while (chunk := self._uninterrupted(lambda: next(chunks, None))) is not None:
             yield chunk
 
@@ -214,8 +219,16 @@ class LLM:
             )
         if params.stop:
             self._require_tokenizer("a stop string")
-        ids = tuple(self._token_ids(prompt))
-        return [Request(ids, params, sample) for sample in range(params.n)]
+        ids, media = self._read(prompt)
+        return [Request(tuple(ids), params, sample, media) for sample in range(params.n)]
+
+    def _read(self, prompt: PromptLike) -> tuple[Sequence[int], tuple[MediaItem, ...]]:
+        """The prompt's ids, and its media in their places."""
+        ids = self._token_ids(prompt)
+        if isinstance(prompt, str):
+            return ids, ()
+        given = dataclasses.replace(prompt, token_ids=ids) if isinstance(prompt, Prompt) else Prompt(ids)
+        return ids, self.processor.items(given)
 
     def _token_ids(self, prompt: PromptLike) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -223,8 +236,6 @@ class LLM:
             if not ids:
                 raise InputError("the prompt is empty: give at least one token")
             return ids
-        if isinstance(prompt, Prompt) and prompt.media:
-            raise InputError(f"the prompt holds {', '.join(prompt.media)}: media are not supported yet, give token ids alone")
         ids = _plain(prompt.token_ids if isinstance(prompt, Prompt) else prompt)
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray):  # bytes are ints, but never meant as ids
             raise InputError(f"the prompt is {reprlib.repr(ids)}: expected a text, a sequence of token ids or a Prompt")

@@ -31,7 +31,7 @@ class Rule:
 
 
 # What people run, and what only that may know: the model works without any of it.
-PROGRAMS = ("bench", "benchmarks", "command_line", "generate", "terminal")
+PROGRAMS = ("bench", "benchmarks", "command_line", "generate", "plan", "planning", "terminal")
 FRONT = ("llm", "loading", *PROGRAMS)
 
 RULES = [
@@ -54,12 +54,15 @@ RULES = [
     Rule("engine.scheduler", without=("jax", "jaxlib", "flax")),
     Rule("inputs", never=("model", "layers", "engine", *FRONT)),
     Rule("outputs", never=("model", "layers", "engine", *FRONT)),
+    Rule("memory", never=("inputs", "outputs", "loading", "llm", *PROGRAMS)),
     Rule("loading", never=("outputs", "conversation", "llm", *PROGRAMS)),
     Rule("conversation", never=("loading", *PROGRAMS)),
     Rule("llm", never=PROGRAMS),
     Rule("command_line", only=("errors",)),
     Rule("terminal", never=("bench", "benchmarks", "generate")),
     Rule("generate", never=("bench", "benchmarks")),
+    Rule("planning", never=("outputs", "llm", "bench", "benchmarks", "generate", "terminal")),
+    Rule("plan", only=("command_line", "convert", "planning")),
     Rule("bench", only=("command_line", "config*")),
     Rule("benchmarks", never=("inputs", "outputs", "llm", "loading", "bench", "command_line", "generate", "terminal")),
 ]
@@ -201,7 +204,7 @@ def test_package_is_light() -> None:
 
 def test_programs_start_light() -> None:
     """The command lines load no array library before they have read their options."""
-    assert loaded_after("import inkling_jax.generate, inkling_jax.bench").isdisjoint(ARRAYS)
+    assert loaded_after("import inkling_jax.generate, inkling_jax.bench, inkling_jax.plan").isdisjoint(ARRAYS)
 
 
 def test_scheduler_runs_without_jax() -> None:
