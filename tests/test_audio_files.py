@@ -232,6 +232,7 @@ PLAIN = fmt(1, 1, 16000, 2)
         (wav(SOUND, fmt(1, 1, 2**30, 2)), "has a rate of 1073741824"),
         (b"RIFF\0\0\0\0WAVEdata" + bytes(100), "no format before its samples"),
         (b"RIFF\0\0\0\0WAVE" + bytes(10**6), "no data chunk"),
+        (wav(SOUND, PLAIN, before=1000 * (b"JUNK" + bytes(4))), "no data chunk"),  # nobody writes so many
         (wav(np.array([0, np.nan], "<f4").tobytes(), fmt(3, 1, 16000, 4)), "has the sample nan at 0.000 s"),
         (wav(np.array([0, 1e200], "<f8").tobytes(), fmt(3, 1, 16000, 8)), "has the sample inf at 0.000 s"),
         (wav(bytes(2 * 16000 * 61), PLAIN), "is longer than 60 seconds"),

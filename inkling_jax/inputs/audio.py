@@ -36,7 +36,7 @@ def to_bins(audio: Any, config: AudioConfig, name: str = "audio", max_seconds: f
     `audio` is (wave, rate), a path, a file:// or data: URL, bytes of a file (audio_source.py says which), or an integer array
     [T, M] of ready levels. The file is read, resampled to 16 kHz mono, transformed and quantised block by block.
 
-    Raises InputError, beginning with `name`, for what cannot be decoded, is silent of samples, longer than `max_seconds` or has
+    Raises InputError, beginning with `name`, for what cannot be decoded, has no samples, is longer than `max_seconds` or has
     a sample or level that is none; ConfigError where the model wants another number of bands than 80.
     """
     if isinstance(audio, np.ndarray | jax.Array):

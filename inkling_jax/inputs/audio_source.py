@@ -74,7 +74,12 @@ def mono(samples: np.ndarray, name: str) -> Float32[np.ndarray, " n"]:
         scaled = (scaled - 128) / 128
     elif kind == "i":
         scaled /= 256**size // 2
-    return scaled if scaled.ndim == 1 else scaled.mean(axis=1)
+    if scaled.ndim == 1:
+        return scaled
+    total = scaled[:, 0].copy()
+    for channel in scaled.T[1:]:  # numpy's mean over a short last axis takes four times as long
+        total += channel
+    return total / scaled.shape[1]
 
 
 def _wave_blocks(wave: Any, name: str) -> Iterator[Float32[np.ndarray, " n"]]:
