@@ -75,6 +75,18 @@ def test_few_compilations_for_all_lengths():
     assert module._apply._cache_size() - before <= 3
 
 
+def test_a_stream_is_not_held():
+    """The first 16 seconds are out when little more than that has been asked for."""
+    asked = []
+
+    def stream():
+        for second in range(1000):
+            asked.append(second)
+            yield np.zeros(44100, np.float32)
+
+    assert len(next(resample(stream(), 44100))) == 16 * 16000 and len(asked) == 17
+
+
 def test_windows_of_a_stream():
     """Windows of before + hop + after, each hop further, zeros around the stream; how many of the hop are the stream's."""
 
