@@ -29,7 +29,7 @@ from inkling_jax.llm import LLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from oracle_distances import KERNELS, SETTINGS, distances, open_set
+from oracle_distances import SETTINGS, distances, open_set
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 
@@ -39,6 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="JSON file that the rows are merged into")
     parser.add_argument("--preset", action="append", choices=SETTINGS, help="only this set; may be repeated")
+    parser.add_argument(
+        "--kernels", choices=("reference", "sm90"), default="reference", help="sm90 takes the set gpu in bfloat16"
+    )
     options = parser.parse_args()
     ceiling = read_ceiling(jax.devices()[0])
     rows = []
@@ -47,11 +50,11 @@ def main() -> None:
             with tarfile.open(DATA / f"{preset}-nvfp4.tar.xz") as archive:
                 archive.extractall(folder, filter="data")
             answers = load_file(Path(folder) / "expected-nvfp4.safetensors")
-            for dtype in ("float32", "bfloat16"):
-                with open_set(preset, Path(folder) / "nvfp4", dtype) as llm:
+            for dtype in ("float32", "bfloat16") if options.kernels == "reference" else ("bfloat16",):
+                with open_set(preset, Path(folder) / "nvfp4", dtype, options.kernels) as llm:
                     found = distances(llm, answers)
                     print(f"{preset} {dtype}: " + ", ".join(f"{name} {value:.2e}" for name, value in found.items()), flush=True)
-                    rows.append(row(preset, Path(folder) / "nvfp4", llm, dtype, answers, found, ceiling))
+                    rows.append(row(preset, Path(folder) / "nvfp4", llm, dtype, options.kernels, answers, found, ceiling))
     if options.output:
         save_rows(options.output, rows)
 
@@ -61,6 +64,7 @@ def row(
     directory: Path,
     llm: LLM,
     dtype: str,
+    kernels: str,
     answers: Mapping[str, np.ndarray],
     found: Mapping[str, float],
     ceiling: ReadCeiling,
@@ -74,7 +78,7 @@ def row(
         f"{preset} nvfp4 {dtype}",
         "prefill",
         jax.devices()[0],
-        kernels=KERNELS,
+        kernels=kernels,
         time_us=best_seconds(lambda: list(llm.engine.evaluate(ids, trace=True))) * 1e6,
         bound_us=traffic.bytes / ceiling.bytes_per_second * 1e6,
         tokens=len(ids),

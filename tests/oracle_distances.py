@@ -17,11 +17,11 @@ KERNELS = "reference"
 SETTINGS = {"tiny": (16, 16), "wide": (32, 32), "gpu": (32, 64)}
 
 
-def open_set(preset: str, directory: Path, dtype: str) -> LLM:
+def open_set(preset: str, directory: Path, dtype: str, kernels: str = KERNELS) -> LLM:
     """The checkpoint of a set, loaded as all measurements here load it."""
     chunk, page_size = SETTINGS[preset]
     return inkling_jax.load(
-        str(directory), dtype=dtype, kernels=KERNELS, max_context=512, slots=4, chunk=chunk, page_size=page_size, quiet=True
+        str(directory), dtype=dtype, kernels=kernels, max_context=512, slots=4, chunk=chunk, page_size=page_size, quiet=True
     )
 
 

@@ -24,6 +24,7 @@ class Case:
     extent: int = 1024
     page: int = 64
     width: int = 128
+    read_out: int | None = None  # all weight lies on the key at this distance, by the bias alone
 
     @property
     def longest(self) -> int:
@@ -45,8 +46,10 @@ class Case:
             return "+".join(map(str, values)) if len(values) < 6 else f"{min(values)}..{max(values)}x{len(values)}"
 
         kind = f"window{self.window}" if self.window else "global"
-        return f"{kind}-{self.heads}q{self.kv_heads}kv-len{runs(self.lengths)}-q{runs(self.counts)}-page{self.page}" + (
-            f"-width{self.width}" if self.width != 128 else ""
+        return (
+            f"{kind}-{self.heads}q{self.kv_heads}kv-len{runs(self.lengths)}-q{runs(self.counts)}-page{self.page}"
+            + (f"-width{self.width}" if self.width != 128 else "")
+            + (f"-bias{self.read_out}" if self.read_out is not None else "")
         )
 
     @property
@@ -101,10 +104,21 @@ def inputs(case: Case, seed: int = 0, spare: int = 3) -> dict[str, Any]:
 
     present = jnp.arange(case.page)[None, None, :, None] < live[:, None, None, None]
     pool = (pages, case.kv_heads, case.page, case.width)
+    q, rel, rel_bias = (
+        normal(shape, scale)
+        for shape, scale in (
+            ((tokens, case.heads, case.width), 3.0),
+            ((tokens, case.heads, REL_RANK), 1.0),
+            ((case.extent, REL_RANK), 0.5),
+        )
+    )
+    if case.read_out is not None:
+        q, rel = jnp.zeros_like(q), jnp.zeros_like(rel).at[..., 3].set(30)
+        rel_bias = jnp.zeros_like(rel_bias).at[case.read_out, 3].set(1)
     return {
-        "q": normal((tokens, case.heads, case.width), 3.0),
-        "rel": normal((tokens, case.heads, REL_RANK), 1.0),
-        "rel_bias": normal((case.extent, REL_RANK), 0.5),
+        "q": q,
+        "rel": rel,
+        "rel_bias": rel_bias,
         "k_pages": jnp.where(present, normal(pool, 1.0), jnp.nan).astype(jnp.bfloat16),
         "v_pages": jnp.where(present, normal(pool, 1.0), jnp.nan).astype(jnp.bfloat16),
         "table": jnp.asarray(table),
@@ -112,6 +126,32 @@ def inputs(case: Case, seed: int = 0, spare: int = 3) -> dict[str, Any]:
         "count": jnp.asarray(counts),
         "length": jnp.asarray(case.lengths, jnp.int32),
     }
+
+
+def expected(case: Case, given: dict[str, Any]) -> np.ndarray:
+    """What the definition (spec 2.3) makes of inputs(case), in float64 on the host: [T, N, H], zero for a token of no row."""
+    q, rel, rel_bias = (np.asarray(given[name], np.float64) for name in ("q", "rel", "rel_bias"))
+    table, start, k_pages, v_pages = (np.asarray(given[name]) for name in ("table", "start", "k_pages", "v_pages"))
+    share, out = case.heads // case.kv_heads, np.zeros(q.shape)
+    for row, (length, count, seen) in enumerate(zip(case.lengths, case.counts, case.visible(), strict=True)):
+        if not count:
+            continue
+        first = (length - seen) // case.page
+        ids = table[row, np.arange(first, -(-length // case.page)) % table.shape[1]]
+        tokens = slice(start[row], start[row] + count)
+        distance = np.arange(length - count, length)[:, None] - np.arange(first * case.page, length)
+        in_sight = (distance >= 0) & (distance < (case.window or length))
+        biases = np.einsum("tnr,er->nte", rel[tokens], rel_bias)
+        for head in range(case.kv_heads):
+            keys = [pages[ids, head].astype(np.float64).reshape(-1, case.width) for pages in (k_pages, v_pages)]
+            k, v = (a[: distance.shape[1]] for a in keys)
+            for n in range(head * share, (head + 1) * share):
+                bias = np.take_along_axis(biases[n], np.clip(distance, 0, case.extent - 1), axis=1)
+                score = q[tokens, n] @ k.T / case.width + np.where(distance < case.extent, bias, 0)
+                score = np.where(in_sight, score, -np.inf)
+                weight = np.exp(score - score.max(axis=1, keepdims=True))
+                out[tokens, n] = weight / weight.sum(axis=1, keepdims=True) @ v
+    return out
 
 
 def decode_cases() -> list[Case]:
@@ -131,4 +171,8 @@ def decode_cases() -> list[Case]:
         Case((4097, 1025, 513, 9), (9, 5, 0, 9), heads=8, kv_heads=2, **local),
         Case((4097, 600, 513, 9), (8, 5, 0, 8), heads=16, kv_heads=2, page=128, **local),
         Case((1100, 70), (1, 1), heads=8, kv_heads=1, width=64),
+        Case((1_048_575, 70), (1, 1), heads=4, kv_heads=1),
+        Case((1_048_575, 1_048_570), (9, 1), heads=4, kv_heads=1, **local),
+        *(Case((1, 512, 700, 4097), (1, 2, 1, 2), heads=8, kv_heads=2, read_out=d) for d in (0, 1, 127, 128, 1023)),
+        *(Case((1, 512, 700, 4097), (1, 2, 1, 2), heads=8, kv_heads=2, read_out=d, page=128, **local) for d in (0, 127, 511)),
     ]
