@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import ModelConfig, preset
+from inkling_jax.convert.converted import open_weights
 from inkling_jax.convert.load import stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
-from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
@@ -95,7 +95,7 @@ def load_model(
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
-    plan = WeightPlan.build(config, Checkpoint.open(directory)) if directory and weights == "checkpoint" else None
+    plan = open_weights(config, directory) if directory and weights == "checkpoint" else None
     layout = layout_of(config, plan, model_dtype, options)
     model, towers = layout.model, layout.towers
     processor = Processor(config, tokenizer, towers.names, images)

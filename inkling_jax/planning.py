@@ -11,6 +11,7 @@ import jax
 
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import PRESETS, ModelConfig, preset
+from inkling_jax.convert.converted import RECORD, open_weights
 from inkling_jax.convert.header import DTYPES, TensorInfo
 from inkling_jax.convert.progress import size_text
 from inkling_jax.convert.published import published_tensors
@@ -198,10 +199,10 @@ def _find(model: str, release_format: str | None) -> tuple[ModelConfig, WeightPl
         raise InputError(
             f"unknown model {model!r}: neither a directory nor a preset ({', '.join(PRESETS)}) nor a hub id (owner/name)"
         )
-    if directory is not None and any(directory.glob("*.safetensors")):
+    if directory is not None and (any(directory.glob("*.safetensors")) or (directory / RECORD).exists()):
         if release_format is not None:
             raise InputError(f"--format {release_format}: {directory} has tensors, which tell their format themselves")
-        return config, WeightPlan.build(config, Checkpoint.open(directory))
+        return config, open_weights(config, directory)
     stated = "bf16" if directory is not None and config.quant_algo is None else "nvfp4"
     return config, published_plan(config, nvfp4=(release_format or stated) == "nvfp4")
 

@@ -31,7 +31,7 @@ class Rule:
 
 
 # What people run, and what only that may know: the model works without any of it.
-PROGRAMS = ("bench", "benchmarks", "command_line", "generate", "plan", "planning", "terminal")
+PROGRAMS = ("bench", "benchmarks", "command_line", "doctor", "generate", "plan", "planning", "self_check", "terminal")
 FRONT = ("llm", "loading", *PROGRAMS)
 
 RULES = [
@@ -49,7 +49,8 @@ RULES = [
     Rule("workspace", only=("config*", "kernels")),
     Rule("expert_storage", only=("errors", "config*", "kernels", "layers", "model", "sharding")),
     Rule("random_weights", only=("config*", "model", "sharding", "towers")),
-    Rule("convert", never=("engine", "inputs", "outputs", *FRONT)),
+    Rule("convert", never=("engine", "inputs", "outputs", "llm", "loading", *sorted({*PROGRAMS} - {"command_line"}))),
+    Rule("convert.[a-z]*", never=("command_line",)),  # which only its command line knows, __main__
     Rule("engine", never=("inputs", "outputs", *FRONT)),
     Rule("engine.scheduler", without=("jax", "jaxlib", "flax")),
     Rule("inputs", never=("model", "layers", "engine", *FRONT)),
@@ -62,6 +63,8 @@ RULES = [
     Rule("terminal", never=("bench", "benchmarks", "generate")),
     Rule("generate", never=("bench", "benchmarks")),
     Rule("planning", never=("outputs", "llm", "bench", "benchmarks", "generate", "terminal")),
+    Rule("self_check", never=("engine", "inputs", "outputs", "loading", "llm", "planning")),
+    Rule("doctor", only=("command_line", "convert", "memory", "self_check")),
     Rule("plan", only=("command_line", "convert", "planning")),
     Rule("bench", only=("command_line", "config*")),
     Rule("benchmarks", never=("inputs", "outputs", "llm", "loading", "bench", "command_line", "generate", "terminal")),
@@ -204,7 +207,7 @@ def test_package_is_light() -> None:
 
 def test_programs_start_light() -> None:
     """The command lines load no array library before they have read their options."""
-    assert loaded_after("import inkling_jax.generate, inkling_jax.bench, inkling_jax.plan").isdisjoint(ARRAYS)
+    assert loaded_after("import inkling_jax.generate, inkling_jax.bench, inkling_jax.doctor, inkling_jax.plan").isdisjoint(ARRAYS)
 
 
 def test_scheduler_runs_without_jax() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,7 @@ import numpy as np
 import pytest
 from checkpoint_files import Tensors, micro_checkpoint, plan_of
 
-from inkling_jax.convert import load
-from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.load import load_parameters, stream_parameters
 from inkling_jax.convert.progress import Progress
 
 CPU = jax.devices("cpu")[0]
@@ -71,35 +69,14 @@ def test_each_parameter_may_have_a_sharding_of_its_own(tmp_path: Path) -> None:
     assert np.array_equal(parameters["embed"], plan.assemble("embed").astype(F32))
 
 
-def test_no_host_copy_and_no_stored_copy_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_array_outlives_its_turn_but_the_parameters(tmp_path: Path) -> None:
     micro_checkpoint(tmp_path, nvfp4=True)
-    plan = plan_of(tmp_path)
     before = {id(array) for array in jax.live_arrays()}
-    hosts: list[weakref.ref[np.ndarray]] = []
-    assemble = type(plan).assemble
-
-    def watched(self: object, path: str) -> np.ndarray:
-        alive = [array for array in jax.live_arrays() if id(array) not in before]
-        assert len(alive) == len(hosts), "each earlier parameter has one array, and nothing else is alive"
-        array = assemble(plan, path)
-        hosts.append(weakref.ref(array))
-        return array
-
-    monkeypatch.setattr(type(plan), "assemble", watched)
-    parameters = load_parameters(plan, dtype="float32", device=CPU)
-    assert len(hosts) == len(parameters)
-    cast = [host() for host, path in zip(hosts, parameters, strict=True) if path in MODEL_DTYPE]
-    assert len(cast) == len(MODEL_DTYPE) and all(host is None for host in cast)
-
-
-@pytest.mark.parametrize("shape", [(7, 3, 5), (8, 6), (1, 40), (40,)])
-def test_a_transfer_in_slices_is_the_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Slices that divide the first axis, that do not, and rows larger than a slice; cast where another dtype is wanted."""
-    monkeypatch.setattr(load, "SLICE_BYTES", 64)
-    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    for dtype in (np.float32, jax.numpy.bfloat16):  # which holds these integers exactly
-        placed = load._place_slices(array, dtype, CPU)
-        assert placed.dtype == dtype and placed.devices() == {CPU} and np.array_equal(placed, array)
+    for count, (_, array) in enumerate(stream_parameters(plan_of(tmp_path), dtype="float32", device=CPU), 1):
+        alive = [found for found in jax.live_arrays() if id(found) not in before]
+        assert len(alive) == 1 and alive[0] is array, "what is yielded is all there is"
+        del alive, array, _
+    assert count == len(plan_of(tmp_path).parameters)
 
 
 MEMORY = """

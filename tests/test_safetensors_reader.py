@@ -62,20 +62,10 @@ def test_a_file_of_the_safetensors_library_reads(tmp_path: Path) -> None:
     assert all(same(checkpoint.read(name), array) for name, array in tensors.items())
 
 
-def test_rows_are_slices_of_the_first_axis(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", ALL_TYPES)
-    checkpoint = Checkpoint.open(tmp_path)
-    for name in ("bytes", "brain", "single", "none"):
-        rows = len(ALL_TYPES[name])
-        for start, stop in ((0, rows), (0, 0), (rows // 2, rows), (rows, rows)):
-            assert same(checkpoint.read_rows(name, start, stop), ALL_TYPES[name][start:stop]), (name, start, stop)
-    for start, stop in ((-1, 1), (2, 1), (0, 17)):
-        with pytest.raises(CheckpointError, match=r"rows .* of tensor 'bytes'"):
-            checkpoint.read_rows("bytes", start, stop)
-    with pytest.raises(CheckpointError, match="rows 0:1 of tensor 'scalar'"):
-        checkpoint.read_rows("scalar", 0, 1)
     with pytest.raises(CheckpointError, match="no tensor 'absent'"):
-        checkpoint.read("absent")
+        Checkpoint.open(tmp_path).read("absent")
 
 
 def test_what_was_read_survives_the_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from checkpoint_files import Tensors, load, micro_checkpoint, micro_config, plan
 
 from inkling_jax.config import ModelConfig, TextConfig
 from inkling_jax.convert import nvfp4
-from inkling_jax.convert.assemble import conv_taps, split_gate_up
+from inkling_jax.convert.assemble import conv_shapes
 from inkling_jax.convert.write import write_checkpoint
 from inkling_jax.errors import CheckpointError
 from inkling_jax.model import Inkling, flat_parameters
@@ -169,30 +169,8 @@ def test_a_vision_tower_of_four_layers_lands_as_it_is(tmp_path: Path) -> None:
     assert plan.parameters["vision.layers.2.proj"].shape == (4800, 5120)
 
 
-def test_rows_are_interleaved() -> None:
-    gate, up = split_gate_up(np.arange(8).reshape(4, 2))
-    assert gate.tolist() == [[0, 1], [4, 5]] and up.tolist() == [[2, 3], [6, 7]]
-    with pytest.raises(CheckpointError, match="must be even; found 3"):
-        split_gate_up(np.zeros((3, 2)))
-
-
-def test_packed_rows_and_their_scales_split_alike() -> None:
-    # row r is the constant r, with a block scale that differs from row to row
-    rows = np.repeat(np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)[:, None], 32, axis=1)
-    values, scale, scale2 = nvfp4.quantize(rows[None])
-    parts = split_gate_up(values), split_gate_up(scale), np.stack([scale2, scale2], -1)
-    gate, up = nvfp4.dequantize(*parts)[0]
-    assert np.allclose(gate[:, 0], [0, 2, 4, 8], rtol=0.05) and np.allclose(up[:, 0], [1, 3, 6, 12], rtol=0.05)
-
-
-@pytest.mark.parametrize(("channels", "width"), [(6, 4), (4, 4), (3, 1), (1, 4), (1, 1)])
-def test_convolution_layouts_give_one_result(channels: int, width: int) -> None:
-    taps = np.arange(channels * width).reshape(channels, width)
-    for shape in ((channels, 1, width), (channels, width, 1), (channels, width)):
-        assert np.array_equal(conv_taps(taps.reshape(shape), channels, width), taps)
-    if channels != width and channels > 1:
-        with pytest.raises(CheckpointError, match="short convolution of shape"):
-            conv_taps(np.zeros((width, 1, channels)), channels, width)
+def test_convolution_shapes_are_those_of_one_memory_order() -> None:
+    assert conv_shapes(6, 4) == ((6, 1, 4), (6, 4, 1), (6, 4))
 
 
 @pytest.mark.parametrize("form", [lambda w: w.transpose(0, 2, 1), lambda w: w[:, 0]])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
-from inkling_jax.convert.assemble import check_ones
+from inkling_jax.convert.assemble import Assembly, Check, check_ones
 from inkling_jax.convert.header import TensorInfo, show
 from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.view import Box, View
 from inkling_jax.errors import CheckpointError
 
 FLOATS = ("BF16", "F16", "F32")
@@ -29,15 +31,44 @@ class Wanted:
     leading: str = ""
 
 
+class Content(Protocol):
+    """What a parameter of shape `shape` can be read from, part by part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stored(self) -> np.dtype:
+        """What is read without a cast."""
+        ...
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes from the one that jumps furthest in the file to the one that runs along it."""
+        ...
+
+    @property
+    def grain(self) -> tuple[int, ...]:
+        """The size of the pieces that can only be read whole."""
+        ...
+
+    def read(self, box: Box, out: np.ndarray) -> None:
+        """Fill `out` with the part `box`, cast to its dtype. Raises CheckpointError for content that is refused."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How one parameter is made: the tensors it reads (`nbytes` of them), its shape, and its dtype (None: the model's)."""
+    """How one parameter is made: the tensors it reads (`nbytes` of them), its dtype (None: the model's), and their content."""
 
     tensors: tuple[str, ...]
     nbytes: int
-    shape: tuple[int, ...]
     dtype: np.dtype | None
-    read: Callable[[Checkpoint], np.ndarray]
+    content: Content
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+        return self.content.shape
 
 
 class Ledger:
@@ -53,14 +84,23 @@ class Ledger:
         self,
         path: str,
         shape: tuple[int, ...],
-        read: Callable[[Checkpoint], np.ndarray],
+        form: Callable[[TensorInfo], View],
         *wanted: Wanted,
+        axis: int = 0,
         dtype: np.dtype | None = None,
+        check: Check | None = None,
     ) -> None:
-        """Record that `read` makes the parameter at `path` from these tensors; CheckpointError for a wrong shape or dtype."""
+        """Record the parameter at `path`: these tensors, each seen as `form` says, side by side along `axis`, then zeros.
+
+        Raises CheckpointError for a wrong shape or dtype.
+        """
         infos = [self._claim(tensor) for tensor in wanted]
-        nbytes = sum(info.nbytes for info in infos if info)
-        self.parameters[path] = Source(tuple(tensor.name for tensor in wanted), nbytes, shape, dtype, read)
+        found = [info for info in infos if info is not None]
+        if len(found) < len(infos):
+            return  # `settle` will say so
+        content = Assembly(shape, tuple(form(info) for info in found), axis, check)
+        nbytes = sum(info.nbytes for info in found)
+        self.parameters[path] = Source(tuple(tensor.name for tensor in wanted), nbytes, dtype, content)
 
     def _claim(self, wanted: Wanted) -> TensorInfo | None:
         self._used.add(wanted.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -82,25 +83,33 @@ def pack(codes: UInt8[np.ndarray, "*batch columns"]) -> UInt8[np.ndarray, "*batc
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def check_scale(name: str, scale: Float[np.ndarray, "*shape"]) -> None:
-    """Raise CheckpointError naming the tensor if an E4M3 block scale is NaN (byte 0x7F or 0xFF) or negative."""
+def check_scale(name: str, scale: Float[np.ndarray, "*shape"], origin: tuple[int, ...] = ()) -> None:
+    """Raise CheckpointError naming the tensor if an E4M3 block scale is NaN (byte 0x7F or 0xFF) or negative.
+
+    `origin` is where `scale` begins in a larger array.
+    """
     data = scale.view(np.uint8)
     if data.size and data.max() >= _NAN_BYTE:
         where = np.unravel_index(int(np.argmax(data >= _NAN_BYTE)), data.shape)
         byte = int(data[where])
         fault = "NaN" if byte & 0x7F == _NAN_BYTE else "negative"
-        place = tuple(int(i) for i in where)
+        place = _place(where, origin)
         raise CheckpointError(f"{name}: block scale at {place} is {fault} (byte 0x{byte:02X}); expected 0x00 to 0x7E")
 
 
-def check_scale2(name: str, scale2: Float32[np.ndarray, "*shape"]) -> None:
+def check_scale2(name: str, scale2: Float32[np.ndarray, "*shape"], origin: tuple[int, ...] = ()) -> None:
     """Raise CheckpointError naming the tensor unless every matrix scale is finite and positive; log a warning at 1 or above.
 
     ModelOpt stores a small multiplier; other formats store its reciprocal, which is large, under another name.
     """
     bad = ~(np.isfinite(scale2) & (scale2 > 0))
     if bad.any():
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise CheckpointError(f"{name}: scale at {where} is {float(scale2[where])}; expected a finite positive number")
+        where = tuple(np.argwhere(bad)[0])
+        found = float(scale2[where])
+        raise CheckpointError(f"{name}: scale at {_place(where, origin)} is {found}; expected a finite positive number")
     if (scale2 >= 1).any():
         _log.warning("%s: a scale of %g is suspiciously large: is it the reciprocal?", name, float(scale2.max()))
+
+
+def _place(where: Sequence[int | np.integer], origin: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) + start for i, start in zip(where, origin or (0,) * len(where), strict=True))

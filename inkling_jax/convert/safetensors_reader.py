@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from inkling_jax.convert.foreign import refuse_foreign_directory, refuse_foreign_names
 from inkling_jax.convert.header import (
@@ -75,16 +76,9 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """The whole tensor in a buffer of its own (not a map of the file, so memory held is what is returned)."""
         info = self.info(name)
-        return _read_bytes(info, 0, info.nbytes).view(DTYPES[info.dtype]).reshape(info.shape)
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` to `stop` along the first axis, reading those bytes only."""
-        info = self.info(name)
-        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
-            raise CheckpointError(f"{info.file}: rows {start}:{stop} of tensor {show(name)} with shape {info.shape} do not exist")
-        row = info.nbytes // info.shape[0] if info.shape[0] else 0
-        data = _read_bytes(info, start * row, (stop - start) * row)
-        return data.view(DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+        buffer = np.empty(info.nbytes, np.uint8)
+        read_into(info, 0, buffer)
+        return buffer.view(DTYPES[info.dtype]).reshape(info.shape)
 
 
 def _read_index(directory: Path) -> dict[str, set[str] | None]:
@@ -130,14 +124,14 @@ def _merge(directory: Path, listed: dict[str, set[str] | None]) -> dict[str, Ten
     return tensors
 
 
-def _read_bytes(info: TensorInfo, offset: int, nbytes: int) -> np.ndarray:
-    buffer = np.empty(nbytes, np.uint8)
+def read_into(info: TensorInfo, start: int, buffer: UInt8[np.ndarray, " n"]) -> None:
+    """Fill `buffer` with the tensor's bytes from `start` on; CheckpointError where the file no longer has them."""
     view, done = memoryview(buffer), 0
     try:
         descriptor = os.open(info.file, os.O_RDONLY)
         try:
-            while done < nbytes:
-                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], info.start + offset + done)
+            while done < len(buffer):
+                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], info.start + start + done)
                 if count == 0:
                     raise CheckpointError(f"{info.file}: truncated since it was opened, inside tensor {show(info.name)}")
                 done += count
@@ -145,4 +139,3 @@ def _read_bytes(info: TensorInfo, offset: int, nbytes: int) -> np.ndarray:
             os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"{info.file}: cannot be read: {error}") from None
-    return buffer

@@ -15,8 +15,10 @@ from inkling_jax.config import AudioConfig, ModelConfig, VisionConfig
 from inkling_jax.config_vision import vision_folds
 from inkling_jax.convert import assemble, nvfp4
 from inkling_jax.convert.accounting import Ledger, Source, Wanted, place
+from inkling_jax.convert.assemble import Check
 from inkling_jax.convert.header import show
 from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.view import View
 from inkling_jax.errors import CheckpointError
 
 _F32 = np.dtype(np.float32)
@@ -61,11 +63,11 @@ class WeightPlan:
         return sum(source.nbytes for source in self.parameters.values())
 
     def assemble(self, path: str) -> np.ndarray:
-        """One parameter, read now, in its shape; in its fixed dtype, or as stored where the model's dtype applies."""
+        """One parameter, read now, whole; in its fixed dtype, or as stored where the model's dtype applies."""
         source = self.parameters[path]
-        array = source.read(self.checkpoint)
-        assert array.shape == source.shape, (path, array.shape, source.shape)
-        return array if source.dtype is None else array.astype(source.dtype, copy=False)
+        out = np.empty(source.shape, source.dtype or source.content.stored)
+        source.content.read(tuple(slice(0, size) for size in source.shape), out)
+        return out
 
     def abstract(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of each parameter when the model's dtype is `dtype`."""
@@ -95,8 +97,7 @@ class _Planner:
         # Releases never tie, but a checkpoint without a head can mean nothing else (spec 2.1).
         untied = Wanted(unembed, (table, (text.usable_vocab_size, text.hidden_size)))
         head = untied if unembed in self.tensors else embed
-        read = functools.partial(assemble.read_padded, name=head.name, rows=text.vocab_size)
-        self.ledger.add("unembed", table, read, head)
+        self.ledger.add("unembed", table, lambda info: View.of(info, info.shape), head)  # rows that are not there are zeros
 
     def plan_layer(self, layer: int) -> None:
         """One decoder layer: norms, attention, convolutions, feed-forward."""
@@ -144,14 +145,13 @@ class _Planner:
         width, extent = text.hidden_size, attention.rel_extent
         rows = {"wq_du": heads * head, "wk_dv": kv_heads * head, "wv_dv": kv_heads * head, "wr_du": heads * text.rel_dim}
         fused = [Wanted(f"{name}{role}.weight", ((count, width),)) for role, count in rows.items()]
-        read = functools.partial(assemble.read_grouped, names=tuple(tensor.name for tensor in fused), groups=kv_heads)
-        self.ledger.add(path + "qkvr_proj", (kv_heads, sum(rows.values()) // kv_heads, width), read, *fused)
+        form = functools.partial(assemble.grouped, groups=kv_heads)
+        self.ledger.add(path + "qkvr_proj", (kv_heads, sum(rows.values()) // kv_heads, width), form, *fused, axis=1)
         self._plain(path + "o_proj", Wanted(name + "wo_ud.weight", ((width, heads * head),)))
         for norm in ("q_norm.weight", "k_norm.weight"):
             self._vector(path + norm, name + norm, head)
         bias = Wanted(name + "rel_logits_proj.proj", ((text.rel_dim, extent),))
-        read = functools.partial(assemble.read_transposed, name=bias.name)
-        self.ledger.add(path + "rel_bias", (extent, text.rel_dim), read, bias)
+        self.ledger.add(path + "rel_bias", (extent, text.rel_dim), assemble.transposed, bias)
         for stream in ("k", "v"):
             self._conv(f"{path}{stream}_conv.weight", f"{name}{stream}_sconv.weight", (kv_heads, head))
 
@@ -172,8 +172,7 @@ class _Planner:
         stem = name + "shared_experts.shared_"
         self._gate_up(path + "shared.w13", Wanted(stem + "w13_weight", ((sinks, 2 * inner, width),), leading=shared))
         down = Wanted(stem + "w2_weight", ((sinks, width, inner),), leading=shared)
-        read = functools.partial(assemble.read_leading_inside, name=down.name)
-        self.ledger.add(path + "shared.w2", (width, sinks, inner), read, down)
+        self.ledger.add(path + "shared.w2", (width, sinks, inner), assemble.leading_inside, down)
         for matrix, shape in (("w13", (experts, 2 * inner, width)), ("w2", (experts, width, inner))):
             stored, name_of = f"{path}experts.{matrix}", f"{name}experts.{matrix}_weight"
             if self._is_packed(name_of, shape):
@@ -210,18 +209,19 @@ class _Planner:
             self._plain(path + ".values", values, dtype=_U8)
         blocks = columns // nvfp4.BLOCK
         scale = Wanted(name + ".scale", ((experts, rows, blocks),), ("F8_E4M3",), leading)
-        read = functools.partial(assemble.read_block_scale, name=scale.name, gate_up=gate_up)
-        split = (2, rows // 2) if gate_up else (rows,)
-        self.ledger.add(path + ".scale", (experts, *split, blocks), read, scale, dtype=_E4M3)
+        if gate_up:
+            self._gate_up(path + ".scale", scale, dtype=_E4M3, check=nvfp4.check_scale)
+        else:
+            self._plain(path + ".scale", scale, dtype=_E4M3, check=nvfp4.check_scale)
         one_each = (experts, 2) if gate_up else (experts,)
         shapes = ((experts,), (experts, 1), (experts, 2)) if gate_up else ((experts,), (experts, 1))
         scale2 = Wanted(name + ".scale2", shapes, ("F32",), leading)
-        read = functools.partial(assemble.read_matrix_scale, name=scale2.name, shape=one_each)
-        self.ledger.add(path + ".scale2", one_each, read, scale2, dtype=_F32)
+        form = functools.partial(assemble.matrix_scale, shape=one_each)
+        self.ledger.add(path + ".scale2", one_each, form, scale2, dtype=_F32, check=nvfp4.check_scale2)
 
-    def _plain(self, path: str, wanted: Wanted, dtype: np.dtype | None = None) -> None:
+    def _plain(self, path: str, wanted: Wanted, dtype: np.dtype | None = None, check: Check | None = None) -> None:
         shape = wanted.shapes[0]
-        self.ledger.add(path, shape, functools.partial(assemble.read_plain, name=wanted.name, shape=shape), wanted, dtype=dtype)
+        self.ledger.add(path, shape, lambda info: View.of(info, shape), wanted, dtype=dtype, check=check)
 
     def _vector(self, path: str, name: str, size: int) -> None:
         self._plain(path, Wanted(name, ((size,),)))
@@ -230,14 +230,13 @@ class _Planner:
         self._plain(path, Wanted(name, ((), (1,))), dtype=_F32)
 
     def _conv(self, path: str, name: str, channels: _Shape) -> None:
-        count, taps = int(np.prod(channels)), self.text.conv_width
-        read = functools.partial(assemble.read_conv, name=name, shape=(*channels, taps))
-        self.ledger.add(path, (*channels, taps), read, Wanted(name, assemble.conv_shapes(count, taps)))
+        shape = (*channels, self.text.conv_width)
+        wanted = Wanted(name, assemble.conv_shapes(int(np.prod(channels)), self.text.conv_width))
+        self.ledger.add(path, shape, lambda info: View.of(info, shape), wanted)
 
-    def _gate_up(self, path: str, wanted: Wanted, dtype: np.dtype | None = None) -> None:
+    def _gate_up(self, path: str, wanted: Wanted, dtype: np.dtype | None = None, check: Check | None = None) -> None:
         *batch, rows, columns = wanted.shapes[0]
         info = self.tensors.get(wanted.name)
         if info and len(info.shape) > 1 and info.shape[-2] % 2:
             raise CheckpointError(f"{place(info)}: {info.shape[-2]} rows, but gate and up rows interleave: expected {rows}")
-        read = functools.partial(assemble.read_gate_up, name=wanted.name)
-        self.ledger.add(path, (*batch, 2, rows // 2, columns), read, wanted, dtype=dtype)
+        self.ledger.add(path, (*batch, 2, rows // 2, columns), assemble.gate_up, wanted, dtype=dtype, check=check)

@@ -1,0 +1,129 @@
+"""What a conversion will write and where, decided from headers before anything is read or written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION
+from inkling_jax.convert.orbax_store import Grid
+from inkling_jax.convert.progress import size_text
+from inkling_jax.convert.provenance import copied_files, state_of, weight_files
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.errors import CapacityError, CheckpointError
+from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.sharding.rules import RULES, Axes, local_shape
+from inkling_jax.towers import Towers
+
+WAYS = 16  # devices that an axis may be split over without a chunk that two of them read, if no mesh is named
+_SLACK = 1.01  # checksums, and the last block of every file
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """From `source`, read as `plan` says, to `destination`: each parameter with the dtype and the grid it is stored with."""
+
+    source: Path
+    destination: Path
+    plan: WeightPlan
+    dtypes: dict[str, np.dtype]
+    grids: dict[str, Grid]
+    mesh: dict[str, int] | None
+
+    @classmethod
+    def of(cls, source: Path, destination: Path, mesh: Mapping[str, int] | None = None) -> Conversion:
+        """The conversion of a checkpoint directory in the published layout, its chunks those of the devices of `mesh`.
+
+        Raises ConfigError for a mesh over which a parameter does not divide, CheckpointError for a source that is refused.
+        """
+        if (source / RECORD).exists():
+            raise CheckpointError(f"{source}: is converted already")
+        config = ModelConfig.from_directory(source)
+        plan = WeightPlan.build(config, Checkpoint.open(source))
+        axes = _axes(config, plan)
+        dtypes = {path: made.dtype or made.content.stored for path, made in plan.parameters.items()}
+        grids = {
+            path: Grid.of(made.shape, dtypes[path].itemsize, _ways(path, made.shape, axes[path], mesh))
+            for path, made in plan.parameters.items()
+        }
+        return cls(source, destination, plan, dtypes, grids, dict(mesh) if mesh is not None else None)
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written until it is finished."""
+        return self.destination.with_name(self.destination.name + ".partial")
+
+    def nbytes(self, path: str) -> int:
+        """Bytes that a parameter takes."""
+        return int(np.prod(self.grids[path].shape)) * self.dtypes[path].itemsize
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a later run to go on with what this one wrote."""
+        files = [*weight_files(self.plan), *copied_files(self.source)]
+        return {"conversion": VERSION, "mesh": self.mesh, "source": state_of(files, self.source)}
+
+    def check_destination(self) -> None:
+        """Raise CheckpointError for a place that holds something else."""
+        for place in (self.destination, self.partial):
+            if os.path.lexists(place) and not place.is_dir():
+                raise CheckpointError(f"{place}: exists and is not a directory; give a new one, or an empty one")
+        if (self.destination / RECORD).exists():
+            raise CheckpointError(f"{self.destination}: holds a finished conversion; --verify compares it with the source")
+        if self.destination.is_dir() and any(self.destination.iterdir()):
+            raise CheckpointError(f"{self.destination}: is not empty; give a new directory, or an empty one")
+        if self.partial.is_dir() and any(self.partial.iterdir()) and not (self.partial / JOURNAL).is_file():
+            raise CheckpointError(f"{self.partial}: is no conversion under way, but where one would be written; remove it")
+
+    def check_space(self) -> None:
+        """Raise CapacityError unless the disk holds what is still to be written."""
+        written = sum(file.stat().st_size for file in self.partial.rglob("*") if file.is_file())
+        total = sum(map(self.nbytes, self.dtypes)) + sum(file.stat().st_size for file in copied_files(self.source))
+        need, free = int(total * _SLACK) - written, self.free_space()
+        if need > free:
+            raise CapacityError(f"{self.destination}: {size_text(need)} are to be written, the disk has {size_text(free)} free")
+
+    def free_space(self) -> int:
+        """Bytes that the disk of the destination has left."""
+        return shutil.disk_usage(next(place for place in self.partial.absolute().parents if place.exists())).free
+
+    def lines(self) -> Iterator[str]:
+        """What would be written, for people: like parameters of all layers on one line, then the files."""
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for path, dtype in self.dtypes.items():
+            shape = " x ".join(map(str, self.grids[path].shape)) or "one number"
+            alike.setdefault((re.sub(r"^layers\.\d+\.", "layers.*.", path), dtype.name, shape), []).append(path)
+        for (pattern, dtype, shape), paths in alike.items():
+            nbytes = sum(self.nbytes(path) for path in paths)
+            yield f"{pattern}: {f'{len(paths)} of ' if len(paths) > 1 else ''}{shape}, {dtype}, {size_text(nbytes)}"
+        total = sum(map(self.nbytes, self.dtypes))
+        files = sum(1 for grid in self.grids.values() for _ in grid.files())
+        yield f"{len(self.dtypes)} parameters, {size_text(total)} in {files} files; {size_text(self.free_space())} free"
+        yield f"copied: {', '.join(file.name for file in copied_files(self.source))}"
+        left_out = len(self.plan.deferred) + len(self.plan.unused)
+        if left_out:
+            yield f"left out: {left_out} tensors that the model does not use"
+
+
+def _axes(config: ModelConfig, plan: WeightPlan) -> dict[str, Axes]:
+    """The logical axes of each parameter."""
+    vision, audio = (getattr(config, name) if name in plan.towers else None for name in ("vision", "audio"))
+    dtype = jnp.dtype("bfloat16")
+    modules = Inkling(config.text, plan.packed, dtype), Towers(vision, audio, dtype)
+    return {path: leaf.axes for module in modules for path, leaf in flat_parameters(module).items()}
+
+
+def _ways(path: str, shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
+    """Over how many devices each axis of a parameter may be split."""
+    if mesh is None:
+        return tuple(WAYS if axis and RULES[axis] else 1 for axis in axes)
+    return tuple(size // part for size, part in zip(shape, local_shape(path, shape, axes, mesh), strict=True))

@@ -1,0 +1,114 @@
+"""A converted checkpoint: its record, which is written last, and the plan of reading it.
+
+DIRECTORY/conversion.json     what it was made of and what it holds: without it a conversion is not finished
+DIRECTORY/weights/            an Orbax checkpoint, one array a parameter (orbax_store.py)
+DIRECTORY/config.json, ...    configuration, tokenizer and templates, as the source had them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert.accounting import Source
+from inkling_jax.convert.header import DTYPES, MAX_JSON_BYTES, TensorInfo, parse_json, regular_file_size, show
+from inkling_jax.convert.orbax_store import STATE, StoredArray
+from inkling_jax.convert.safetensors_reader import Checkpoint
+from inkling_jax.convert.weight_map import TOWERS, WeightPlan
+from inkling_jax.errors import CheckpointError
+from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.towers import Towers
+
+RECORD = "conversion.json"
+JOURNAL = "conversion.journal"  # of a conversion under way: what is finished, one JSON object a line
+WEIGHTS = "weights"
+VERSION = 1
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
+_PACKED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(w13|w2)\.values")
+_PARTIAL = "; the same conversion, run again, goes on with it"
+
+
+def open_weights(config: ModelConfig, directory: Path) -> WeightPlan:
+    """How to read the weights in `directory`, published or converted. CheckpointError for what is neither, or not whole."""
+    if (directory / RECORD).exists():
+        return _plan(config, directory)
+    if (directory / JOURNAL).exists():
+        raise CheckpointError(f"{directory}: a conversion that is not finished{_PARTIAL}")
+    if (directory / WEIGHTS).is_dir():
+        raise CheckpointError(f"{directory}: its {RECORD} is missing, so its {WEIGHTS}/ cannot be trusted; convert again")
+    return WeightPlan.build(config, Checkpoint.open(directory))
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """The record of a finished conversion; CheckpointError where it is damaged or of another version."""
+    file = directory / RECORD
+    if regular_file_size(file) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: more than the {MAX_JSON_BYTES} bytes allowed")
+    record = parse_json(file.read_bytes(), str(file))
+    if record.get("version") != VERSION:
+        raise CheckpointError(f"{file}: version {show(record.get('version'))}, this release reads {VERSION}; convert again")
+    return record
+
+
+def _plan(config: ModelConfig, directory: Path) -> WeightPlan:
+    record = read_record(directory)
+    where = f"{directory / RECORD}"
+    held = record.get("parameters")
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{where}: 'parameters' is missing; expected an object")
+    packed = frozenset((int(found[1]), found[2]) for path in held if (found := _PACKED.fullmatch(path)))
+    towers = frozenset(name for name in TOWERS if any(path.startswith(name + ".") for path in held))
+    declared = _declared(config, packed, towers)
+    for fault, paths in (("lacks", declared.keys() - held.keys()), ("has no place for", held.keys() - declared.keys())):
+        if paths:
+            raise CheckpointError(f"{where}: the model of config.json {fault} {len(paths)} of its parameters: {show(min(paths))}")
+    sources = {path: _source(directory, path, held[path], *declared[path]) for path in held}
+    tensors = {path: _tensor(directory, path, source) for path, source in sources.items()}
+    return WeightPlan(Checkpoint(directory, tensors), sources, packed, towers, (), ())
+
+
+def _declared(
+    config: ModelConfig, packed: frozenset[tuple[int, str]], towers: frozenset[str]
+) -> dict[str, tuple[tuple[int, ...], np.dtype | None]]:
+    """Shape and dtype (None: the model's) of each parameter."""
+    found: dict[str, tuple[tuple[int, ...], np.dtype | None]] = {}
+    vision, audio = (getattr(config, name) if name in towers else None for name in ("vision", "audio"))
+    for module in (Inkling(config.text, packed, jnp.dtype("bfloat16")), Towers(vision, audio, jnp.dtype("bfloat16"))):
+        for path, leaf in flat_parameters(module).items():
+            value = leaf.get_value()
+            found[path] = value.shape, None if value.dtype == jnp.bfloat16 else np.dtype(value.dtype)
+    return found
+
+
+def _source(directory: Path, path: str, entry: Any, shape: tuple[int, ...], dtype: np.dtype | None) -> Source:
+    where = f"{directory / RECORD}: parameter {show(path)}"
+    stored = _BY_NAME.get(str(entry.get("dtype"))) if isinstance(entry, dict) else None
+    files = entry.get("files") if isinstance(entry, dict) else None
+    if stored is None or not isinstance(files, dict) or not isinstance(entry.get("shape"), list):
+        raise CheckpointError(f"{where}: expected an object with shape, dtype and files")
+    if tuple(entry["shape"]) != shape:
+        raise CheckpointError(f"{where}: shape {show(entry['shape'])}, config.json makes it {shape}")
+    if stored != dtype if dtype is not None else stored not in (_BY_NAME["bfloat16"], _BY_NAME["float16"], _BY_NAME["float32"]):
+        raise CheckpointError(f"{where}: dtype {stored}, expected {dtype or 'a float'}")
+    place = directory / WEIGHTS / STATE / path
+    for name, size in files.items():
+        file = place / name
+        try:
+            found = os.stat(file).st_size
+        except OSError as error:
+            raise CheckpointError(f"{file}: is missing ({error.strerror}); convert again") from None
+        if found != size:
+            raise CheckpointError(f"{file}: {found} bytes, expected {size}: truncated or damaged; convert again")
+    content = StoredArray(place, shape, stored)
+    return Source((path,), int(np.prod(shape)) * stored.itemsize, dtype, content)
+
+
+def _tensor(directory: Path, path: str, source: Source) -> TensorInfo:
+    spelling = next(name for name, dtype in DTYPES.items() if dtype == source.content.stored)
+    return TensorInfo(path, spelling, source.shape, directory / RECORD, 0, source.nbytes)
