@@ -12,12 +12,12 @@ from unittest.mock import create_autospec
 import pytest
 
 import inkling_jax
-from inkling_jax import LLM, Completion, Delta, bench, generate, plan
+from inkling_jax import LLM, Completion, Delta, bench, doctor, generate, plan
 from inkling_jax.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PARSERS = {"generate": generate._parser, "bench": bench._parser, "plan": plan._parser}
+PARSERS = {"generate": generate._parser, "bench": bench._parser, "plan": plan._parser, "doctor": doctor._parser}
 
 
 def commands(text: str) -> list[list[str]]:
