@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -11,17 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inkling_jax.command_line import (
-    EXIT_CODES,
-    Parser,
-    add_kernels_option,
-    add_message_options,
-    print_error,
-    run,
-    set_up_messages,
-    start_jax,
-)
+from inkling_jax.command_line import is_terminal, print_error, run, set_up_messages, start_jax
 from inkling_jax.errors import InputError
+from inkling_jax.generate_options import make_parser
 from inkling_jax.sources import find_source
 
 if TYPE_CHECKING:
@@ -30,108 +23,11 @@ if TYPE_CHECKING:
     from inkling_jax.llm import LLM
     from inkling_jax.terminal import Answer
 
-MAX_TOKENS = 512
-
-EXAMPLES = f"""\
-examples:
-  # one turn of a chat, streamed as it is made
-  python -m inkling_jax.generate --model ./Inkling-Small-NVFP4 --prompt "Why is the sky blue?" --effort low
-
-  # plain continuation of a text that comes through a pipe, always the likeliest token
-  echo "The capital of France is" | python -m inkling_jax.generate --model ./ckpt --raw --temperature 0 --max-tokens 16
-
-  # a conversation
-  python -m inkling_jax.generate --model ./ckpt --chat --system "Answer in one sentence."
-
-  # for another program: one JSON object and nothing else
-  python -m inkling_jax.generate --model ./ckpt --prompt "Name a prime." --seed 7 --json --quiet
-
-  # eight GPUs; a checkpoint without a tokenizer; a released shape without its files
-  python -m inkling_jax.generate --model ./ckpt --mesh tensor=8 --prompt "Hello"
-  python -m inkling_jax.generate --model ./ckpt --ids 1,2,3
-  python -m inkling_jax.generate --model inkling-small --weights random --mesh tensor=8 --ids 1,2,3 --max-context 4096
-
-{EXIT_CODES}
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     return run(lambda: _generate(args))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m inkling_jax.generate",
-        description="Generate text with an Inkling model: the text on standard output as it is made, all else on standard error.",
-        epilog=EXAMPLES,
-    )
-    _add_prompt_options(parser)
-    _add_sampling_options(parser)
-    _add_model_options(parser)
-    parser.add_argument_group("output").add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object at the end instead: text, token_ids, finish_reason, usage, timings (seconds)",
-    )
-    add_message_options(parser)
-    return parser
-
-
-def _add_prompt_options(parser: Parser) -> None:
-    group = parser.add_argument_group(
-        "prompt", "Without --prompt, --ids or --chat it is read from standard input, less one last newline."
-    )
-    source = group.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="what the user says: one turn of a chat")
-    source.add_argument("--ids", metavar="1,2,3", help="token ids, taken as they are; without a tokenizer ids are printed too")
-    source.add_argument("--chat", action="store_true", help="hold a conversation: each line read is a turn, until the input ends")
-    group.add_argument("--raw", action="store_true", help="take the text as it is, not as a turn of a chat")
-    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
-    group.add_argument(
-        "--effort", metavar="E", help="thinking effort: none, minimal, low, medium, high, xhigh, or 0 to 0.99 (default 0.9)"
-    )
-
-
-def _add_sampling_options(parser: Parser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="end after N tokens (default %(default)s)")
-    group.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (default %(default)s)"
-    )
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P together (default %(default)s)"
-    )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest (default 0: all)")
-    group.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="of those with P times the best's probability (default 0)"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: another each time)")
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given more than once"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
-
-
-def _add_model_options(parser: Parser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, metavar="M", help="checkpoint directory, preset (inkling, inkling-small) or hub id"
-    )
-    group.add_argument(
-        "--weights", choices=("checkpoint", "random"), default="checkpoint", help="random: the shape alone, for trials"
-    )
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in (default: the checkpoint's)")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread over, such as tensor=8 (default: one device)")
-    group.add_argument(
-        "--max-context", type=int, metavar="N", help="longest prompt and answer in tokens (default: what memory holds)"
-    )
-    group.add_argument("--kv-memory", metavar="SIZE", help="cache on each device, such as 40GB (default: what is left)")
-    group.add_argument(
-        "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
-    )
-    add_kernels_option(group)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -142,9 +38,9 @@ def _generate(args: argparse.Namespace) -> int:
     model = _find_model(args)
     start = time.monotonic()
     platform = start_jax()
-    from inkling_jax import terminal
     from inkling_jax.llm import load
 
+    attachments = _attachments(args.media, model)
     with load(
         model,
         weights=args.weights,
@@ -160,32 +56,97 @@ def _generate(args: argparse.Namespace) -> int:
     ) as llm:
         load_s = time.monotonic() - start
         if args.chat:
-            return terminal.converse(llm, params, system=args.system, effort=args.effort, quiet=args.quiet)
-        display = terminal.Display(text=not args.json, note=not args.quiet)
-        answer = terminal.answer(llm, _prompt(llm, args, source), params, display)
-        if args.json:
-            print(json.dumps(_record(answer, load_s)))
-        if not args.quiet:
-            print(f"{answer.statistics()[:-1]}; loaded in {load_s:.1f} s]", file=sys.stderr)
-        if answer.error:
-            print_error(answer.error)
-        return answer.exit_code
+            return _converse(llm, args, params, attachments)
+        return _answer_once(llm, args, params, _prompt(llm, args, source, attachments), load_s)
+
+
+def _converse(llm: LLM, args: argparse.Namespace, params: SamplingParams, attachments: list[dict[str, Any]]) -> int:
+    from inkling_jax.chat_loop import ChatLoop
+
+    people = is_terminal(sys.stdin) and is_terminal(sys.stderr)
+    return ChatLoop(
+        llm,
+        params,
+        effort=args.effort,
+        tools=args.tools,
+        show_thinking=people if args.show_thinking is None else args.show_thinking,
+        quiet=args.quiet,
+        history=_system(args),
+        attachments=attachments,
+    ).run()
+
+
+def _answer_once(llm: LLM, args: argparse.Namespace, params: SamplingParams, prompt: Prompt, load_s: float) -> int:
+    from inkling_jax import terminal
+
+    display = terminal.Display(text=not args.json, thinking=bool(args.show_thinking), note=not args.quiet)
+    answer = terminal.answer(llm, prompt, params, display, calls_before=0 if _is_chat(args) else None)
+    if args.json:
+        print(json.dumps(_record(answer, load_s)))
+    if not args.quiet:
+        print(f"{answer.statistics()[:-1]}; loaded in {load_s:.1f} s]", file=sys.stderr)
+    if answer.error:
+        print_error(answer.error)
+    return answer.exit_code
+
+
+def _is_chat(args: argparse.Namespace) -> bool:
+    return not args.raw and args.ids is None
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before weights are read, which may take minutes."""
-    for name, given in (("--system", args.system), ("--effort", args.effort)):
-        if given is not None and (args.raw or args.ids is not None):
+    """Refuse what cannot work before weights are read, which may take minutes; read the tools."""
+    of_a_chat = {"--system": args.system, "--effort": args.effort, "--tools": args.tools, "--show-thinking": args.show_thinking}
+    for name, given in of_a_chat.items():
+        if given is not None and not _is_chat(args):
             raise InputError(f"{name} belongs to a chat, which {'--raw' if args.raw else '--ids'} is not")
     for name in ("raw", "json"):
         if args.chat and getattr(args, name):
             raise InputError(f"--{name} and --chat exclude each other")
     if args.raw and args.ids is not None:
         raise InputError("--raw is for text, --ids are taken as they are anyway")
+    for kind, source in args.media:
+        if not _is_chat(args):
+            raise InputError(f"--{kind} belongs to a chat, which {'--raw' if args.raw else '--ids'} is not")
+        from inkling_jax.inputs.media_source import find_media
+
+        find_media(source, f"--{kind}")
     if args.effort is not None:
         from inkling_jax.inputs.messages import parse_effort
 
         parse_effort(args.effort)
+    if args.tools is not None:
+        args.tools = _read_tools(args.tools)
+
+
+def _read_tools(file: str) -> list[dict[str, Any]]:
+    """The tools in a file, checked."""
+    from inkling_jax.inputs.messages import check_tools
+
+    try:
+        tools = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--tools {file}: {error}") from None
+    try:
+        return check_tools(tools)
+    except InputError as error:
+        raise InputError(f"--tools {file}: {error}") from None
+
+
+def _attachments(media: list[tuple[str, str]], model: str) -> list[dict[str, Any]]:
+    """Parts of the first message for the media options: what is broken in them is found before weights are read."""
+    if not media:
+        return []
+    from inkling_jax.chat_loop import attached
+    from inkling_jax.config import ModelConfig
+    from inkling_jax.inputs.images import ImageConfig
+    from inkling_jax.inputs.processor import Processor
+    from inkling_jax.inputs.tokenizer import Tokenizer
+
+    config = ModelConfig.from_directory(model)
+    towers = frozenset(name for name in ("vision", "audio") if getattr(config, name) is not None)
+    processor = Processor(config, Tokenizer.from_directory(model, config), towers, ImageConfig.from_directory(model))
+    return attached(processor, media)
 
 
 def _find_model(args: argparse.Namespace) -> str:
@@ -237,7 +198,8 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         raise InputError(re.sub(r"SamplingParams\.(\w+)", lambda field: "--" + field[1].replace("_", "-"), str(error))) from None
 
 
-def _prompt(llm: LLM, args: argparse.Namespace, source: str | list[int]) -> Prompt:
+def _prompt(llm: LLM, args: argparse.Namespace, source: str | list[int], attachments: list[dict[str, Any]]) -> Prompt:
+    from inkling_jax.chat_loop import user_message
     from inkling_jax.inputs.prompt import Prompt
 
     if not isinstance(source, str):
@@ -245,14 +207,24 @@ def _prompt(llm: LLM, args: argparse.Namespace, source: str | list[int]) -> Prom
     if args.raw:
         assert llm.tokenizer is not None, "checked before the model was loaded"
         return Prompt(llm.tokenizer.encode(source))
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    return llm.chat_prompt([*system, {"role": "user", "content": source}], effort=args.effort)
+    return llm.chat_prompt([*_system(args), user_message(source, attachments)], tools=args.tools, effort=args.effort)
+
+
+def _system(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def _record(answer: Answer, load_s: float) -> dict[str, Any]:
     """The object that --json prints."""
+    chat = answer.chat and {
+        "reasoning": answer.chat.reasoning,
+        "content": answer.chat.content,
+        "tool_calls": [dataclasses.asdict(call) for call in answer.chat.tool_calls],
+        "malformed_calls": [dataclasses.asdict(call) for call in answer.chat.malformed_calls],
+    }
     record: dict[str, Any] = {
         "text": answer.text,
+        **(chat or {}),
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "usage": {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.token_ids)},

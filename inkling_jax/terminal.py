@@ -1,26 +1,28 @@
-"""Answers at a terminal: one streamed and timed, or a conversation."""
+"""One answer at a terminal: shown as it comes, and timed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax.monitoring
 
 from inkling_jax.command_line import FAILED, INTERRUPTED, OK, is_terminal, print_error
+from inkling_jax.conversation import ChatCompletion, ChatDelta, ChatStream
 from inkling_jax.engine.request import SamplingParams
-from inkling_jax.errors import InklingError
 from inkling_jax.inputs.prompt import Prompt
-from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.llm import LLM
+from inkling_jax.outputs.tool_calls import MalformedCall, ToolCall
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 # A model may write any byte, and a terminal obeys some: show those below space as their pictures, the others as unknown.
 _VISIBLE = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_ERASE, _DIM, _PLAIN = "\r\x1b[K", "\x1b[2m", "\x1b[0m"
 
 
 @dataclasses.dataclass
@@ -28,10 +30,11 @@ class Answer:
     """One completion and its times in seconds; compiling is counted apart, wherever it took place."""
 
     prompt_tokens: int
-    text: str = ""
+    text: str = ""  # of a chat: what was said, not what was thought
     token_ids: tuple[int, ...] = ()
     finish_reason: str = "cancelled"
     error: str | None = None
+    chat: ChatCompletion | None = None
     first_token_s: float = 0.0  # from the request to the first token, compiling included
     compile_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last, without compiling
@@ -57,128 +60,127 @@ class Answer:
 
 
 class Display:
-    """Shows an answer as it comes, on standard output; until then, a note on standard error where a person looks at it."""
+    """Shows an answer as it comes: what is said on standard output, what is thought on standard error, dimmed where people look.
 
-    def __init__(self, *, text: bool = True, note: bool = True):
-        self._text, self._note = text, note and is_terminal(sys.stderr)
-        self._last = ""
+    Until there is something to show, a note stands on standard error where a person looks at it.
+    """
+
+    def __init__(self, *, text: bool = True, thinking: bool = False, note: bool = True):
+        self._text, self._thinking, self._note = text, thinking, note and is_terminal(sys.stderr)
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        self._before, self._after = (_DIM, _PLAIN) if is_terminal(sys.stderr) and not plain else ("thinking: ", "")
+        self._noted = ""
+        self._last = ""  # character of what was said
+        self._thought = ""  # last character of the thinking that is being shown
 
     def __enter__(self) -> Display:
-        if self._note:
-            print("working (a first run compiles) ...", end="", file=sys.stderr, flush=True)
+        self._write_note("working (a first run compiles) ...")
         return self
 
     def show(self, text: str) -> None:
-        """Write a piece; on a terminal, with its control characters made visible."""
+        """Write a piece of what is said; on a terminal, with its control characters made visible."""
+        self._end_thinking()
         self._erase_note()
         if self._text and text:
             self._last = text[-1]
-            print(text.translate(_VISIBLE) if is_terminal(sys.stdout) else text, end="", flush=True)
+            print(visible(text) if is_terminal(sys.stdout) else text, end="", flush=True)
+
+    def think(self, text: str) -> None:
+        """Write a piece of what is thought, or note that there is some."""
+        if not self._thinking:
+            self._write_note("thinking ...")
+            return
+        self._erase_note()
+        if not self._thought:
+            self._end_line()
+            print(self._before, end="", file=sys.stderr)
+        self._thought = text[-1]
+        print(visible(text) if is_terminal(sys.stderr) else text, end="", file=sys.stderr, flush=True)
+
+    def call(self, call: ToolCall | MalformedCall) -> None:
+        """Write a call on a line of its own, one that cannot be made as an error."""
+        self._end_thinking()
+        self._erase_note()
+        if isinstance(call, MalformedCall):
+            self._end_line()
+            print_error(f"the model's call of {call.name or 'a tool'} cannot be made ({call.error}): {call.text!r}")
+        else:
+            self._end_line()
+            self.show(f"-> {call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end_thinking()
         self._erase_note()
         if self._text and self._last != "\n" and kind is None:
             print(flush=True)
 
+    def _end_line(self) -> None:
+        """Begin a new line where something was said on this one."""
+        if self._text and self._last not in ("", "\n"):
+            self._last = "\n"
+            print(flush=True)
+
+    def _end_thinking(self) -> None:
+        if self._thought:
+            print(self._after, end="" if self._thought == "\n" else "\n", file=sys.stderr, flush=True)
+            self._thought = ""
+
+    def _write_note(self, text: str) -> None:
+        if self._note and text != self._noted:
+            self._noted = text
+            print(f"{_ERASE}{text}", end="", file=sys.stderr, flush=True)
+
     def _erase_note(self) -> None:
         if self._note:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(_ERASE, end="", file=sys.stderr, flush=True)
             self._note = False
 
 
-def answer(llm: LLM, prompt: Prompt, params: SamplingParams, display: Display) -> Answer:
-    """Stream one completion to `display`, and return it with its times. Ctrl-C ends it as "cancelled"."""
+def visible(text: str) -> str:
+    """Text with the characters that a terminal obeys made visible, line ends and tabs apart."""
+    return text.translate(_VISIBLE)
+
+
+def answer(llm: LLM, prompt: Prompt, params: SamplingParams, display: Display, *, calls_before: int | None = None) -> Answer:
+    """Stream one completion to `display`, and return it with its times. Ctrl-C ends it as "cancelled".
+
+    `calls_before`: the prompt is a chat that holds so many tool calls; None: it is plain text, and so is what follows.
+    """
     result = Answer(len(prompt.token_ids))
     start = first = last = time.monotonic()
     compiled_before_first = 0.0
-    with (
-        _compile_seconds() as compiled,
-        display,
-        contextlib.suppress(KeyboardInterrupt),
-        contextlib.closing(llm.stream(prompt, params)) as deltas,
-    ):
+    deltas = llm.stream(prompt, params) if calls_before is None else ChatStream(llm, prompt, params, calls_before)
+    with _compile_seconds() as compiled, display, contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):
         for delta in deltas:
             last = time.monotonic()
             if result.token_ids:
                 result.decode_tokens += len(delta.token_ids)
             else:
                 first, compiled_before_first = last, sum(compiled)
-            ids = "".join(f"{',' if result.token_ids or i else ''}{token}" for i, token in enumerate(delta.token_ids))
+            if isinstance(delta, ChatDelta):
+                _show_chat(delta, display)
+            else:
+                ids = "".join(f"{',' if result.token_ids or i else ''}{token}" for i, token in enumerate(delta.token_ids))
+                result.text += delta.text
+                display.show(delta.text if llm.tokenizer else ids)
             result.token_ids += delta.token_ids
-            result.text += delta.text
             result.error = delta.error
             result.finish_reason = delta.finish_reason or result.finish_reason
-            display.show(delta.text if llm.tokenizer else ids)
+    if isinstance(deltas, ChatStream):
+        result.chat = deltas.completion()
+        result.text = result.chat.content
     result.first_token_s, result.compile_s = first - start, sum(compiled)
     result.decode_s = last - first - (sum(compiled) - compiled_before_first)
     return result
 
 
-def converse(llm: LLM, params: SamplingParams, *, system: str | None, effort: str | None, quiet: bool) -> int:
-    """Answer line after line until the input ends or Ctrl-C comes at the prompt; the exit code.
-
-    A turn that cannot be answered is told and forgotten where a person types, and ends the program where a file does.
-    """
-    assert llm.tokenizer is not None, "checked before the model was loaded"
-    person = is_terminal(sys.stdin)
-    history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    if person and not quiet:
-        print("Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, leaves", file=sys.stderr)
-    for line in _lines(person):
-        asked = {"role": "user", "content": line}
-        try:
-            result = answer(llm, llm.chat_prompt([*history, asked], effort=effort), params, Display(note=not quiet))
-        except InklingError as error:
-            if not person:
-                raise
-            print_error(f"{error} (this turn is forgotten)")
-            continue
-        if not quiet:
-            print(result.statistics(), file=sys.stderr)
-        if result.error:
-            print_error(result.error)
-            if not person:
-                return FAILED
-        history += [asked, _message(llm.tokenizer, result.token_ids)]
-    return OK
-
-
-def _lines(person: bool) -> Iterator[str]:
-    """Lines of standard input that are not blank, asked for where a person types them."""
-    if not person:
-        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() then edits lines and remembers them
-    try:
-        while True:
-            line = input("> ") if is_terminal(sys.stdout) else _ask_on_stderr()
-            if line.strip():
-                yield line
-    except (EOFError, KeyboardInterrupt):
-        print(file=sys.stderr)
-
-
-def _ask_on_stderr() -> str:
-    """`input` with its prompt kept out of a standard output that goes elsewhere."""
-    print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
-
-
-def _message(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> dict[str, Any]:
-    """An answer as a message of the history, what it thought apart from what it said (spec 6)."""
-    fields = {"content_thinking": "reasoning_content", "content_text": "content"}
-    openers = {tokenizer.control[role]: field for role, field in fields.items() if role in tokenizer.control}
-    parts: dict[str, list[int]] = {"reasoning_content": [], "content": []}
-    field = "content"
-    for token in token_ids:
-        field = openers.get(token, field)
-        parts[field].append(token)
-    texts = {field: tokenizer.decode(ids) for field, ids in parts.items()}
-    return {"role": "assistant", **{field: text for field, text in texts.items() if text or field == "content"}}
+def _show_chat(delta: ChatDelta, display: Display) -> None:
+    if delta.reasoning:
+        display.think(delta.reasoning)
+    if delta.content:
+        display.show(delta.content)
+    if delta.tool_call is not None and delta.tool_call.finished is not None:
+        display.call(delta.tool_call.finished)
 
 
 @contextlib.contextmanager

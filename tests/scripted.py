@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
+
+from checkpoint_files import micro_config
+from text_checkpoint import USABLE
 
 from inkling_jax.engine.output import Output
 from inkling_jax.engine.request import Request
 from inkling_jax.inputs import chat
-from inkling_jax.inputs.prompt import Prompt
-from inkling_jax.inputs.segments import encode_segments
+from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
+from inkling_jax.inputs.processor import Processor
+from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.llm import LLM
 
+THINK, SAY, CALL, END = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>", "<|end_message|>"
+MODEL, OVER = "<|message_model|>", "<|content_model_end_sampling|>"
 Step = tuple[int, ...] | str | BaseException  # tokens of one step; a finish reason; what is raised in the place of a step
 
 
@@ -59,12 +66,21 @@ class ScriptedEngine:
 
 
 def scripted_llm(tokenizer: Tokenizer | None, *scripts: Iterable[Step]) -> LLM:
-    """An LLM of the built-in chat format over a ScriptedEngine, which is its `engine`."""
-    processor = types.SimpleNamespace(
-        frames=None,
-        items=lambda prompt: (),
-        encode=lambda segments: Prompt(encode_segments(segments, cast(Tokenizer, tokenizer))),
-    )
+    """An LLM of the built-in chat format that takes media, over a ScriptedEngine, which is its `engine`."""
+    config = micro_config()
+    processor = Processor(config, tokenizer, frozenset({"vision", "audio"}))
     parts = {"tokenizer": tokenizer, "processor": processor, "render_chat": chat.render, "engine": ScriptedEngine(*scripts)}
-    loaded: Any = types.SimpleNamespace(config=None, summary="scripted", **parts)
+    loaded: Any = types.SimpleNamespace(config=config, summary="scripted", **parts)
     return LLM(loaded)
+
+
+def demo_tokenizer(directory: Path) -> Tokenizer:
+    """The demo tokenizer, written into a directory first."""
+    write_demo_tokenizer(directory, USABLE)
+    return Tokenizer.from_directory(directory, None)
+
+
+def ids_of(tokenizer: Tokenizer, *pieces: str) -> tuple[int, ...]:
+    """Ids of control tokens, which begin with "<|", and of texts, one after the other."""
+    segments: list[Segment] = [Control(piece) if piece.startswith("<|") else Text(piece) for piece in pieces]
+    return tuple(encode_segments(segments, tokenizer))

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from text_checkpoint import write_text_checkpoint
 
 from inkling_jax.config import ModelConfig
@@ -197,7 +199,7 @@ class Terminal:
 
 
 def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, str]) -> None:
-    """Ctrl-C stops an answer and not the program; what does not fit is told and forgotten; Ctrl-D leaves with code 0."""
+    """Ctrl-C stops an answer and not the program; what does not fit or is not there is told and forgotten; /quit leaves."""
     terminal = Terminal(environment, "--model", str(directory), "--chat", "--effort", "none", *LONG)
     try:
         terminal.expect("Ctrl-C stops an answer")
@@ -212,12 +214,18 @@ def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, st
         terminal.send("x" * 600 + "\n")
         assert "the context holds 512" in terminal.expect("(this turn is forgotten)")
         terminal.expect("> ")
+        terminal.send("/image nowhere.png\n")
+        terminal.expect("error: image 0: nowhere.png: no such file")
+        terminal.expect("> ")
+        terminal.send("/help\n")
+        terminal.expect("attach to your next line")
+        terminal.expect("> ")
         terminal.send("two\n")
         terminal.expect("\x1b[K")
         terminal.send("\x03")
         terminal.expect("cancelled]")
         terminal.expect("> ")
-        terminal.send("\x04")
+        terminal.send("/quit\n")
         assert terminal.process.wait(timeout=60) == 0
     finally:
         terminal.process.kill()
@@ -248,6 +256,15 @@ def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, st
         (("--model", "{}", "--prompt", "x", "--effort", "huge"), "effort 'huge' is none of none, minimal"),
         (("--model", "{}", "--prompt", "x", "--raw", "--effort", "low"), "--effort belongs to a chat, which --raw is not"),
         (("--model", "{}", "--ids", "1", "--system", "x"), "--system belongs to a chat, which --ids is not"),
+        (("--model", "{}", "--prompt", "x", "--image", "nowhere.png"), "--image: nowhere.png: no such file"),
+        (("--model", "{}", "--chat", "--audio", "http://a.b/c.wav"), "--audio: http://a.b/c.wav is not fetched: download it"),
+        (("--model", "{}", "--prompt", "x", "--image", "{}/config.json"), "config.json is no image, or a damaged one"),
+        (("--model", "{}", "--prompt", "x", "--audio", "{}/config.json", "--quiet"), "config.json is no audio file"),
+        (("--model", "{}", "--prompt", "x", "--raw", "--video", "x"), "--video belongs to a chat, which --raw is not"),
+        (("--model", "{}", "--ids", "1", "--show-thinking"), "--show-thinking belongs to a chat, which --ids is not"),
+        (("--model", "{}", "--prompt", "x", "--tools", "nowhere.json"), "--tools nowhere.json: [Errno 2] No such file"),
+        (("--model", "{}", "--prompt", "x", "--tools", "{}/config.json"), "config.json: tools must be a list, not dict"),
+        (("--model", "{}", "--prompt", "x", "--tools", "{}"), "[Errno 21] Is a directory"),
         (("--model", "{}", "--ids", "1", "--raw"), "--raw is for text"),
         (("--model", "{}", "--chat", "--json"), "--json and --chat exclude each other"),
         (("--model", "{}", "--chat", "--raw"), "--raw and --chat exclude each other"),
@@ -266,6 +283,36 @@ def test_bad_input(options: tuple[str, ...], told: str, directory: Path, capsys:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+def test_a_wrong_line_of_a_conversation_from_a_file(
+    directory: Path, capsys: pytest.CaptureFixture[str], here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is there to mend it: it ends the program as bad input does."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/image nowhere.png\nWhat is it?\n")))
+    assert main(["--model", str(directory), "--chat", "--quiet"]) == 2
+    assert capsys.readouterr() == ("", "error: image 0: nowhere.png: no such file\n")
+
+
+@pytest.mark.slow
+def test_what_is_seen_and_heard(
+    oracle_dir: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], here: None
+) -> None:
+    """A picture of 120 x 81 pixels, which pre-scaling doubles to 5 x 7 tiles, and two seconds of sound, 20 frames each."""
+    Image.new("RGB", (120, 81), "red").save(tmp_path / "a.png")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(bytes(2 * 32000))
+    files = ("--image", f"{tmp_path}/a.png", "--audio", (tmp_path / "a.wav").as_uri())
+    options = ("--model", str(oracle_dir("tiny")), "--prompt", "What?", "--max-tokens", "2", *GREEDY, "--json", "--quiet")
+    lengths = []
+    for media in ((), files):
+        assert main([*options, *media]) == 0
+        out, err = capsys.readouterr()
+        lengths.append(json.loads(out)["usage"]["prompt_tokens"])
+        assert err == ""
+    opened_and_closed = 3 + 4  # message_user, content_image, end_message; and the end of audio with the other
+    assert lengths[1] - lengths[0] == 5 * 7 + 40 + opened_and_closed
 
 
 @pytest.mark.parametrize(
@@ -303,6 +350,9 @@ def test_help_is_quick_and_has_examples() -> None:
         "\noutput:",
         "examples:",
         "--chat --system",
+        "--image cat.jpg",
+        "--tools tools.json",
+        "--show-thinking",
         "| python -m",
         "exit codes",
     ):

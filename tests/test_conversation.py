@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from collections.abc import Callable
@@ -10,20 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedEngine, scripted_llm
+from scripted import CALL, END, MODEL, OVER, SAY, THINK, ScriptedEngine, demo_tokenizer, ids_of, scripted_llm
 from text_checkpoint import USABLE, write_text_checkpoint
 
 import inkling_jax
 from inkling_jax import LLM, CheckpointError, InputError, SamplingParams, loading
 from inkling_jax.conversation import ChatCompletion, ChatDelta, ChatStream
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
-from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
+from inkling_jax.inputs.segments import Control, Text
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.outputs.tool_calls import MalformedCall, ToolCall
 
 USER = {"role": "user", "content": "Hi"}
-THINK, SAY, CALL, END = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>", "<|end_message|>"
-MODEL, OVER = "<|message_model|>", "<|content_model_end_sampling|>"
 PAYLOAD = '{"name":"f","args":{"b":1,"a":"é"}}'
 ANSWER = [THINK, "hm", END, MODEL, SAY, "Let me see.", END, MODEL, "f", CALL, PAYLOAD, END, MODEL, "g", CALL, "oh", END]
 Ids = Callable[..., tuple[int, ...]]
@@ -36,20 +34,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, USABLE)
-    return Tokenizer.from_directory(directory, None)
+    return demo_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def ids(tokenizer: Tokenizer) -> Ids:
     """`ids("<|control|>", "text", ...)`: one after the other."""
-
-    def encode(*pieces: str) -> tuple[int, ...]:
-        segments: list[Segment] = [Control(piece) if piece.startswith("<|") else Text(piece) for piece in pieces]
-        return tuple(encode_segments(segments, tokenizer))
-
-    return encode
+    return functools.partial(ids_of, tokenizer)
 
 
 def engine_of(llm: LLM) -> ScriptedEngine:

@@ -31,7 +31,19 @@ class Rule:
 
 
 # What people run, and what only that may know: the model works without any of it.
-PROGRAMS = ("bench", "benchmarks", "command_line", "doctor", "generate", "plan", "planning", "self_check", "terminal")
+PROGRAMS = (
+    "bench",
+    "benchmarks",
+    "chat_loop",
+    "command_line",
+    "doctor",
+    "generate",
+    "generate_options",
+    "plan",
+    "planning",
+    "self_check",
+    "terminal",
+)
 FRONT = ("llm", "loading", *PROGRAMS)
 
 RULES = [
@@ -60,7 +72,9 @@ RULES = [
     Rule("conversation", never=("loading", *PROGRAMS)),
     Rule("llm", never=PROGRAMS),
     Rule("command_line", only=("errors",)),
-    Rule("terminal", never=("bench", "benchmarks", "generate")),
+    Rule("terminal", never=("bench", "benchmarks", "chat_loop", "generate*")),
+    Rule("chat_loop", never=("bench", "benchmarks", "generate*")),
+    Rule("generate_options", only=("command_line",)),
     Rule("generate", never=("bench", "benchmarks")),
     Rule("planning", never=("outputs", "llm", "bench", "benchmarks", "generate", "terminal")),
     Rule("self_check", never=("engine", "inputs", "outputs", "loading", "llm", "planning")),

@@ -1,0 +1,132 @@
+"""The options of `python -m inkling_jax.generate`, and its examples. Light to import: `--help` must not wait for jax."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options
+
+MAX_TOKENS = 512
+
+EXAMPLES = f"""\
+examples:
+  # one turn of a chat, streamed as it is made
+  python -m inkling_jax.generate --model ./Inkling-Small-NVFP4 --prompt "Why is the sky blue?" --effort low
+
+  # what is seen and heard; what the model thinks before it answers
+  python -m inkling_jax.generate --model ./ckpt --image cat.jpg --image dog.png --prompt "Which is larger?" --show-thinking
+  python -m inkling_jax.generate --model ./ckpt --audio talk.mp3 --prompt "Summarise it."
+
+  # tools that it may call (a JSON list in the OpenAI shape): its calls are in "tool_calls"
+  python -m inkling_jax.generate --model ./ckpt --tools tools.json --prompt "Is it cold in Oslo?" --json
+
+  # plain continuation of a text that comes through a pipe, always the likeliest token
+  echo "The capital of France is" | python -m inkling_jax.generate --model ./ckpt --raw --temperature 0 --max-tokens 16
+
+  # a conversation; in it, /help lists the commands, such as /image PATH
+  python -m inkling_jax.generate --model ./ckpt --chat --system "Answer in one sentence."
+
+  # for another program: one JSON object and nothing else
+  python -m inkling_jax.generate --model ./ckpt --prompt "Name a prime." --seed 7 --json --quiet
+
+  # eight GPUs; a checkpoint without a tokenizer; a released shape without its files
+  python -m inkling_jax.generate --model ./ckpt --mesh tensor=8 --prompt "Hello"
+  python -m inkling_jax.generate --model ./ckpt --ids 1,2,3
+  python -m inkling_jax.generate --model inkling-small --weights random --mesh tensor=8 --ids 1,2,3 --max-context 4096
+
+{EXIT_CODES}
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="python -m inkling_jax.generate",
+        description="Generate text with an Inkling model: the text on standard output as it is made, all else on standard error.",
+        epilog=EXAMPLES,
+    )
+    _add_prompt_options(parser)
+    _add_sampling_options(parser)
+    _add_model_options(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--show-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="show what the model thinks, on standard error, dimmed at a terminal (default: in a conversation at a terminal)",
+    )
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object at the end instead: text, token_ids, finish_reason, usage, timings (seconds); of a chat also"
+        " reasoning, content (the same as text), tool_calls, malformed_calls",
+    )
+    add_message_options(parser)
+    return parser
+
+
+def _add_prompt_options(parser: Parser) -> None:
+    group = parser.add_argument_group(
+        "prompt", "Without --prompt, --ids or --chat it is read from standard input, less one last newline."
+    )
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="what the user says: one turn of a chat")
+    source.add_argument("--ids", metavar="1,2,3", help="token ids, taken as they are; without a tokenizer ids are printed too")
+    source.add_argument("--chat", action="store_true", help="hold a conversation: each line read is a turn, until the input ends")
+    group.add_argument("--raw", action="store_true", help="take the text as it is, not as a turn of a chat")
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    for kind, text in (
+        ("image", "picture before what the user says first: a file, or a file:// or data: URL; may be given more than once"),
+        ("audio", "sound, likewise"),
+        ("video", "video, likewise: the model sees frames of it"),
+    ):
+        read = functools.partial(_of_kind, kind)
+        group.add_argument(f"--{kind}", action="append", default=[], dest="media", metavar="F", type=read, help=text)
+    group.add_argument("--tools", metavar="FILE", help="tools that the model may call: a JSON list in the OpenAI shape")
+    group.add_argument(
+        "--effort", metavar="E", help="thinking effort: none, minimal, low, medium, high, xhigh, or 0 to 0.99 (default 0.9)"
+    )
+
+
+def _add_sampling_options(parser: Parser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="end after N tokens (default %(default)s)")
+    group.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (default %(default)s)"
+    )
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P together (default %(default)s)"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest (default 0: all)")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="of those with P times the best's probability (default 0)"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: another each time)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given more than once"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+
+
+def _add_model_options(parser: Parser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, metavar="M", help="checkpoint directory, preset (inkling, inkling-small) or hub id"
+    )
+    group.add_argument(
+        "--weights", choices=("checkpoint", "random"), default="checkpoint", help="random: the shape alone, for trials"
+    )
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in (default: the checkpoint's)")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread over, such as tensor=8 (default: one device)")
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="longest prompt and answer in tokens (default: what memory holds)"
+    )
+    group.add_argument("--kv-memory", metavar="SIZE", help="cache on each device, such as 40GB (default: what is left)")
+    group.add_argument(
+        "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
+    )
+    add_kernels_option(group)
+
+
+def _of_kind(kind: str, source: str) -> tuple[str, str]:
+    return kind, source
