@@ -12,12 +12,12 @@ from unittest.mock import create_autospec
 import pytest
 
 import inkling_jax
-from inkling_jax import LLM, Completion, Delta, bench, doctor, generate, plan
+from inkling_jax import LLM, Completion, Delta, bench, doctor, generate_options, plan
 from inkling_jax.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PARSERS = {"generate": generate._parser, "bench": bench._parser, "plan": plan._parser, "doctor": doctor._parser}
+PARSERS = {"generate": generate_options.make_parser, "bench": bench._parser, "plan": plan._parser, "doctor": doctor._parser}
 
 
 def commands(text: str) -> list[list[str]]:
@@ -35,7 +35,8 @@ def test_commands_fit_the_code(path: Path) -> None:
         if words[0] != "-m":
             assert (ROOT / words[0]).is_file(), words
             continue
-        assert (ROOT / words[1].replace(".", "/")).with_suffix(".py").is_file(), words
+        module = ROOT / words[1].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), words
         parser: Callable[[], Any] | None = PARSERS.get(words[1].removeprefix("inkling_jax."))
         if parser is not None:
             parser().parse_args(words[2:])

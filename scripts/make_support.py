@@ -1,0 +1,119 @@
+"""Write docs/support.md from the table below, or check that they agree.
+
+    python scripts/make_support.py            # after the table has changed
+    python scripts/make_support.py --check    # changes nothing; an error where the document and the table differ
+
+tests/test_support.py holds each line to the code: what is refused, which options there are, what divides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inkling_jax.command_line import run
+from inkling_jax.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+YES, NO = "yes", "no"
+HOPPER = 'on request (`kernels="sm90"`), H100 or H200, bfloat16'
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A line of the document: yes, no or on which condition, for each model."""
+
+    key: str  # of its check in tests/test_support.py
+    name: str
+    inkling: str
+    small: str
+
+
+def both(key: str, name: str, cell: str) -> Feature:
+    """The same for both models."""
+    return Feature(key, name, cell, cell)
+
+
+FEATURES: dict[str, tuple[Feature, ...]] = {
+    "Checkpoints": (
+        both("bf16", "BF16, as published", YES),
+        both("nvfp4", "NVFP4, as published: stays packed on the device, activations are not quantised", YES),
+        both("converted", "converted by `python -m inkling_jax.convert`", YES),
+        both("hf_dialect", "`config.json` in the dialect of Transformers, tensors named as published", YES),
+        both("hf_names", "tensors renamed by Transformers", NO),
+        both("mlx", "MLX, 4 bits", NO),
+        both("compressed", "compressed-tensors", NO),
+        both("gguf", "GGUF", NO),
+        both("lora", "LoRA adapters", NO),
+        both("random", 'random weights in the released shape (`weights="random"`)', YES),
+    ),
+    "What it does": (
+        both("generate", "generate and stream text: greedy, temperature, top-k, top-p, min-p, penalties, biases, logprobs", YES),
+        both("chat", "chat with reasoning and tool calls (`llm.chat`)", YES),
+        both("score", "logits and hidden states of a prompt (`llm.score`, `llm.trace`)", YES),
+        both("media", "images, audio and video in prompts (`Prompt`, `llm.chat`)", YES),
+        both("media_cli", "images, audio and video at the terminal (`--image`, `--audio`, `--video`)", YES),
+        both("batch", "a file of prompts (`--input`)", NO),
+        both("draft", "speculative decoding with the draft head: loads, is not read", NO),
+        both("prefix", "reuse of a common prefix", NO),
+        both("kv_quantised", "a quantised KV cache", NO),
+        both("context", "contexts of up to 1,048,576 tokens", "as memory allows: `python -m inkling_jax.plan`"),
+    ),
+    "Where it runs": (
+        both("cpu", "CPU", YES),
+        both("float32", "float32", YES),
+        both("float16", "float16", NO),
+        both("reference", "plain JAX on any device", YES),
+        both("sm90", "kernels for Hopper: routed experts, and attention in decode", HOPPER),
+        both("pages", "tokens a cache page", "any power of two; 64 or 128 with the kernels for Hopper"),
+        both("mesh", "`tensor=N,expert=M` over the devices of one host", "N x M = 1, 2, 4 or 8"),
+        both("kv_copies", "more devices than key heads", NO),
+        both("auto_mesh", '`mesh="auto"`', NO),
+        both("data", "replicas (`data=N`)", NO),
+        both("experts_over_data", "experts spread over replicas (`--experts-over data`)", NO),
+        both("processes", "several processes or hosts", NO),
+        Feature("one_gpu", "NVFP4 on one GPU with 141 GB for jax", NO, NO),
+        Feature("two_gpus", "NVFP4 on two GPUs with 141 GB for jax", NO, YES),
+        Feature("eight_gpus", "NVFP4 on eight GPUs with 60 GB for jax, 8 sequences of 16,384 tokens", NO, YES),
+        Feature("eight_large", "NVFP4 on eight GPUs with 141 GB for jax, 32 sequences of 131,072 tokens", YES, YES),
+    ),
+}
+
+HEAD = """\
+# What is supported
+Written by `python scripts/make_support.py` from its table, which `tests/test_support.py` holds to the code. What is not supported
+is refused by name before a weight is read; a condition is told where it is not met. `python -m inkling_jax.plan --model inkling`
+says what fits and `python -m inkling_jax.doctor` what works here. Of a GPU's memory jax takes three quarters, unless
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+"""
+
+
+def document() -> str:
+    """The whole of docs/support.md."""
+    lines = [HEAD]
+    for title, features in FEATURES.items():
+        lines += [f"## {title}", "| | Inkling | Inkling-Small |", "|---|---|---|"]
+        lines += [f"| {feature.name} | {feature.inkling} | {feature.small} |" for feature in features]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None, path: Path = ROOT / "docs/support.md") -> int:
+    """Write the document, or with --check compare it; 0 where all is well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where the document and the table differ")
+    options = parser.parse_args(argv)
+    if options.check:
+        if not path.is_file() or path.read_text() != document():
+            raise InputError(f"{path.name} is not what its table says: run python scripts/make_support.py")
+        return 0
+    path.write_text(document())
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
