@@ -60,7 +60,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("draft", "speculative decoding with the draft head: loads, is not read", NO),
         both("prefix", "reuse of a common prefix", NO),
         both("kv_quantised", "a quantised KV cache", NO),
-        both("context", "contexts of up to 1,048,576 tokens", "as memory allows: `python -m inkling_jax.plan`"),
+        both("context", "contexts of up to 1,048,576 tokens", "as memory allows: the planner says how long"),
     ),
     "Where it runs": (
         both("cpu", "CPU", YES),
