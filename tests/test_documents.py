@@ -6,13 +6,14 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 
 import inkling_jax
-from inkling_jax import LLM, Completion, Delta, bench, doctor, generate_options, plan
+from inkling_jax import LLM, ChatDelta, Completion, Delta, bench, doctor, generate_options, plan
 from inkling_jax.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +60,8 @@ def test_the_snippet_fits_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     llm = create_autospec(LLM, instance=True)
     llm.generate.return_value = [Completion((1,), "made", "stop", None, 5)]
     llm.stream.return_value = iter([Delta("stre", (1,)), Delta("amed", (2,), "stop")])
+    llm.chat.side_effect = [SimpleNamespace(message={"role": "assistant"}), iter([ChatDelta(content="answered")])]
     monkeypatch.setattr(inkling_jax, "load", create_autospec(load_model, return_value=llm))
     exec(compile(snippet, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "made\nstreamed"
+    assert capsys.readouterr().out == "made\nstreamedanswered"
     llm.close.assert_called_once_with()
