@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -85,6 +86,13 @@ class LLM:
     def close(self) -> None:
         """Free weights and cache. Later calls raise InputError."""
         self.engine.close()
+
+    @property
+    def parameters(self) -> dict[str, jax.Array]:
+        """The decoder's arrays by path, such as "layers.0.attn.o_proj": those that it computes with, no copies."""
+        if self.engine.closed:
+            raise InputError("this model is closed: load it again")
+        return dict(zip(self.engine.programs.paths, self.engine.leaves, strict=True))
 
     def score(self, prompt: PromptLike) -> Float[np.ndarray, "T usable"]:
         """float32 logits after each of the T prompt tokens, teacher forced."""

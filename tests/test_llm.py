@@ -104,6 +104,17 @@ def test_score_and_trace_have_a_row_a_token(idle: LLM, directory: Path) -> None:
     np.testing.assert_allclose(idle.score(ids[:20]), logits[:20], rtol=1e-4, atol=1e-4)
 
 
+def test_parameters_have_their_paths(idle: LLM, directory: Path) -> None:
+    """Each name has its own array: one of each shape and of several layers is the checkpoint's tensor."""
+    tensors, found = read_tensors(directory), idle.parameters
+    assert len(found) == len({id(array) for array in found.values()}) == len(idle.engine.leaves)
+    names = {"embed": "embed.weight", "norm.weight": "norm.weight"}
+    names |= {f"layers.{i}.attn.o_proj": f"layers.{i}.attn.wo_ud.weight" for i in range(3)}
+    names |= {f"layers.{i}.mlp.router.bias": f"layers.{i}.mlp.gate.bias" for i in (1, 2)}
+    for path, name in names.items():
+        np.testing.assert_array_equal(found[path], tensors[f"model.llm.{name}"].astype(np.float32), err_msg=path)
+
+
 def test_samples_follow_one_another(idle: LLM) -> None:
     """n = 2: two completions a prompt, different; the first is that of n = 1, and a seed repeats them all."""
     (alone,) = idle.generate(TEXT, SAMPLED)
@@ -267,7 +278,8 @@ def test_a_closed_model_says_so(directory: Path) -> None:
     with load(directory) as llm:
         stream = llm.stream(TEXT, SAMPLED)
     llm.close()
-    for call in (lambda: llm.generate(TEXT), lambda: llm.score(TEXT), lambda: llm.trace(TEXT), lambda: next(stream)):
+    calls = (lambda: llm.generate(TEXT), lambda: llm.score(TEXT), lambda: llm.trace(TEXT), lambda: next(stream))
+    for call in (*calls, lambda: llm.parameters):
         with pytest.raises(InputError, match="this model is closed"):
             call()
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.engine.sampler import Mode, SampleResult, advance, sample
 from inkling_jax.engine.state import EngineState, PageUpdates
-from inkling_jax.model import Inkling, MediaRows
+from inkling_jax.model import Inkling, MediaRows, flat_parameters
 from inkling_jax.sharding.rules import partition_spec
 
 # XLA would merge products that share an input (router and shared experts) by joining their weights anew in every step.
@@ -81,7 +81,9 @@ class Programs:
         self.graph, abstract = nnx.split(model)
         self.tree = jax.tree.structure(abstract)
         self.mesh, self.dtype = mesh, dtype
-        self.weight_specs = [partition_spec(leaf.axes) for _, leaf in nnx.to_flat_state(abstract)]
+        declared = flat_parameters(model)
+        self.paths = list(declared)  # of the leaves
+        self.weight_specs = [partition_spec(leaf.axes) for leaf in declared.values()]
         self.prefill = self._compile(self._prefill, ("context", "sampling"))
         self.decode = self._compile(self._decode, ("context", "sampling", "steps"))
         self.score = self._compile(self._score, ("context", "trace"))
