@@ -188,9 +188,9 @@ def meshes(most: int = MOST_DEVICES) -> Iterator[dict[str, int]]:
                 yield dict.fromkeys(AXES, 1) | {"tensor": devices // expert, "expert": expert}
 
 
-def smallest_mesh(layout: Layout, request: CacheRequest, device_memory: int) -> dict[str, int] | None:
-    """The first of `meshes` that the model divides over and fits; None where none does."""
-    for sizes in meshes():
+def smallest_mesh(layout: Layout, request: CacheRequest, device_memory: int, least: int = 1) -> dict[str, int] | None:
+    """The first of `meshes` of at least so many devices that the model divides over and fits; None where none does."""
+    for sizes in (mesh for mesh in meshes() if math.prod(mesh.values()) >= least):
         try:
             if layout.full(request, sizes).total <= usable(device_memory):
                 return sizes

@@ -21,6 +21,7 @@ from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.errors import CheckpointError, ConfigError, InputError
 from inkling_jax.loading import check_mesh, check_options, choose_dtype, layout_of
 from inkling_jax.memory import (
+    UNLIMITED,
     Layout,
     Memory,
     largest,
@@ -175,7 +176,7 @@ def _divided(layout: Layout, request: CacheRequest, sizes: Mapping[str, int], me
     try:
         return layout.full(request, sizes)
     except ConfigError as error:
-        other = smallest_mesh(layout, request, memory)
+        other = smallest_mesh(layout, request, memory) or smallest_mesh(layout, request, UNLIMITED, math.prod(sizes.values()))
         raise ConfigError(f"{error}; --mesh {mesh_text(other)} would do" if other else str(error)) from None
 
 

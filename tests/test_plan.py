@@ -137,6 +137,7 @@ def test_a_mesh_that_would_work() -> None:
             ConfigError,
             r"dimension 'kv_heads' of size 16 does not divide over 3.*; --mesh tensor=8 would do",
         ),
+        ({"mesh": "tensor=3", "device_memory": "9GB"}, ConfigError, r"does not divide over 3 devices; --mesh tensor=4 would do"),
         ({"mesh": "data=2"}, InputError, "mesh data=2: replicas are not supported yet"),
         ({"mesh": "tensor=0"}, InputError, "'tensor=0' is not AXIS=SIZE"),
         ({"device_memory": "much"}, InputError, "size 'much': expected a number of bytes"),
