@@ -18,6 +18,9 @@ examples:
   # its prefill as well, and a first look in seconds: six layers
   python -m inkling_jax.bench step --preset inkling --rank-of tensor=8 --layers 6 --batch 1 --context 1024 --prefill 2048
 
+  # the expert kernels at one rank's share of the released shapes, beside what XLA offers
+  python -m inkling_jax.bench expert_matmul --cases D4096-F256-E256 --rivals
+
   # the shape of a checkpoint, whose tensors are not read
   python -m inkling_jax.bench step --model ./ckpt --batch 1 --context 256
 
@@ -85,6 +88,23 @@ def _add_towers_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_expert_matmul_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", type=_words, default=[], metavar="WORD,...", help="cases whose names contain a word (default all)"
+    )
+    parser.add_argument("--tokens", type=_sizes, default=[], metavar="1,8,...", help="cases of so many tokens (default any)")
+    parser.add_argument("--variants", type=_words, default=["sm90"], metavar="NAME,...", help="tunings to compare (default sm90)")
+    parser.add_argument("--rivals", action="store_true", help="XLA's ways to compute the same as well")
+    parser.add_argument("--detail", action="store_true", help="the time of each kernel as well")
+    parser.add_argument(
+        "--time-limit", type=_size, default=600, metavar="S", help="begin no row after so many seconds (default %(default)s)"
+    )
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _sizes(text: str) -> list[int]:
     return [_size(part) for part in text.split(",")]
 
@@ -97,6 +117,7 @@ def _size(text: str) -> int:
 
 BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "step": ("time one rank's decode and prefill steps, with random weights", _add_step_options),
+    "expert_matmul": ("time the routed feed-forward of a layer on Hopper", _add_expert_matmul_options),
     "towers": ("time the vision and audio towers of a released shape, with random weights", _add_towers_options),
 }
 

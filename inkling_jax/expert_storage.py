@@ -11,19 +11,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from inkling_jax.config import TextConfig
-from inkling_jax.errors import InputError
+from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4
 from inkling_jax.kernels.expert_matmul.pack import arrange, check
 from inkling_jax.kernels.paged_attention import prepare_bias
 from inkling_jax.layers.experts import W2_AXES, W13_AXES
 from inkling_jax.layers.mlp import DenseMLP
 from inkling_jax.model import Inkling
-from inkling_jax.sharding.rules import RULES, partition_spec
+from inkling_jax.sharding.rules import RULES, Axes, partition_spec
 
 KERNELS = ("auto", "reference", "sm90")
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 logger = logging.getLogger(__name__)
 _AXES = {"w13": W13_AXES, "w2": W2_AXES}
+_SHARED: dict[str, tuple[Axes, Axes]] = {  # axes of a shared weight as it is loaded, and of its words
+    "w13": ((None, None, "ffn", None), (None, "ffn", None, None, None)),
+    "w2": ((None, None, "ffn"), (None, None, "ffn", None, None)),
+}
 
 
 def choose_kernels(
@@ -56,11 +60,12 @@ def kernels_refused(
     from inkling_jax.kernels.expert_matmul.sm90 import supported
     from inkling_jax.kernels.paged_attention.sm90 import unsupported
 
-    hidden = config.expert_width
-    for axis in RULES["expert_ffn"]:
-        hidden //= sizes.get(axis, 1)
-    if not supported(config.hidden_size, hidden):
-        return f"experts of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
+    for kind, axes in (("experts", RULES["expert_ffn"]), ("shared experts", RULES["ffn"])):
+        hidden = config.expert_width
+        for axis in axes:
+            hidden //= sizes.get(axis, 1)
+        if not supported(config.hidden_size, hidden):
+            return f"{kind} of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
     widths = {shape.head_dim for shape in (config.global_attention, config.local_attention)}
     return next((reason for width in widths if (reason := unsupported(page_size, width, config.rel_dim))), None)
 
@@ -71,6 +76,7 @@ def use_kernels(model: Inkling) -> Inkling:
         layer.attn.use_kernels()
         if not isinstance(layer.mlp, DenseMLP):
             layer.mlp.experts.use_kernels()
+            layer.mlp.shared.use_kernels()
     return model
 
 
@@ -85,6 +91,8 @@ def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None
         weight, _, part = path.rpartition(".")
         if weight.endswith(".experts") and part in _AXES:
             yield from _repacked(path, array, mesh)
+        elif weight.endswith(".shared") and part in _SHARED:
+            yield path, _repacked_shared(path, array, mesh)
         elif weight.rpartition(".")[2] in _AXES and ".experts." in weight:
             found = parts.setdefault(weight, {})
             found[part] = array
@@ -117,6 +125,27 @@ def _repacked(path: str, weight: Nvfp4 | jax.Array, mesh: Mesh | None) -> Iterat
     else:
         yield f"{path}.scale2", _ones(weight.shape[:-2], mesh, scale_spec)
         weight.delete()
+
+
+def _repacked_shared(path: str, weight: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """The words of shared experts: w13 [J, 2, F, D] as those of J experts, w2 [D, J, F] with J between blocks of D and of F."""
+    part = path.rpartition(".")[2]
+    if weight.dtype != jnp.bfloat16:
+        raise CheckpointError(f"{path}: the kernels take weights of bfloat16, not {weight.dtype}")
+
+    def words(local: jax.Array) -> jax.Array:
+        if part == "w13":
+            return arrange(local)
+        out, shared, width = local.shape
+        found = arrange(local.reshape(1, out, shared * width))
+        return found.reshape(found.shape[1], shared, -1, *found.shape[3:])
+
+    if mesh is not None:
+        given, made = (partition_spec(axes) for axes in _SHARED[part])
+        words = jax.jit(jax.shard_map(words, mesh=mesh, in_specs=(given,), out_specs=made, check_vma=False))
+    result = jax.block_until_ready(words(weight))
+    weight.delete()
+    return result
 
 
 def _ones(shape: tuple[int, ...], mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:

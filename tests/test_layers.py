@@ -12,10 +12,11 @@ from modules import chunk, filled, on_one_device, single_tokens
 
 from inkling_jax.cache.paged import CacheShape, create_cache, layer_arrays
 from inkling_jax.config import preset
+from inkling_jax.kernels.router.reference import select
 from inkling_jax.layers.attention import log_scale
 from inkling_jax.layers.mlp import DenseMLP, SharedExperts
 from inkling_jax.layers.norm import RMSNorm
-from inkling_jax.layers.router import Router, route
+from inkling_jax.layers.router import Router
 from inkling_jax.layers.short_conv import ShortConv
 from inkling_jax.sharding.collectives import embedding_rows
 
@@ -40,13 +41,13 @@ def silu(x):
 def test_bias_selects_and_never_weighs():
     """Logits 2, 0, 1, -1 and 0.5, -0.5 shared, bias 0.6 on expert 1: experts 1 and 0, weights from the logits alone."""
     logits = np.array([[2, 0, 1, -1, 0.5, -0.5]], np.float32)
-    experts, weights, shared = route(logits, np.array([0, 0.6, 0, 0], np.float32), 2, 1.0)
+    experts, weights, shared = select(logits, np.array([0, 0.6, 0, 0], np.float32), 2, 1.0)
     assert experts.tolist() == [[1, 0]]
     np.testing.assert_allclose(weights, [[0.210014, 0.369959]], atol=1e-6)
     np.testing.assert_allclose(shared, [[0.261450, 0.158577]], atol=1e-6)
-    unbiased, _, _ = route(logits, np.zeros(4, np.float32), 2, 1.0)
+    unbiased, _, _ = select(logits, np.zeros(4, np.float32), 2, 1.0)
     assert unbiased.tolist() == [[0, 2]]
-    _, weights, shared = route(logits, np.array([0, 0.6, 0, 0], np.float32), 2, 8.0)
+    _, weights, shared = select(logits, np.array([0, 0.6, 0, 0], np.float32), 2, 8.0)
     np.testing.assert_allclose([*weights[0], *shared[0]], [1.68011, 2.95967, 2.09160, 1.26862], atol=1e-5)
 
 
@@ -54,7 +55,7 @@ def test_bias_selects_and_never_weighs():
 def test_extreme_logits_stay_finite(sign):
     """At +-80 sigmoids are 1 or 1e-35: weights are finite and sum to the scale over routed and shared together."""
     logits = np.array([[80, 80, -80, 80, 80, -80], [80] * 6, [-80] * 6], np.float32) * sign
-    _, weights, shared = route(logits, np.zeros(4, np.float32), 2, 8.0)
+    _, weights, shared = select(logits, np.zeros(4, np.float32), 2, 8.0)
     np.testing.assert_allclose(np.concatenate([weights, shared], axis=1).sum(axis=1), 8, rtol=1e-5)
     np.testing.assert_allclose(np.concatenate([weights, shared], axis=1)[1:], 2, rtol=1e-5)
 
@@ -62,7 +63,7 @@ def test_extreme_logits_stay_finite(sign):
 def test_shared_rows_are_never_selected():
     """5 routed and 2 shared experts, all routed logits below the shared ones': only the first five can be chosen."""
     logits = np.array([[-3, -2, -5, -1, -4, 9, 9]], np.float32)
-    experts, _, _ = route(logits, np.zeros(5, np.float32), 2, 1.0)
+    experts, _, _ = select(logits, np.zeros(5, np.float32), 2, 1.0)
     assert experts.tolist() == [[3, 1]]
 
 

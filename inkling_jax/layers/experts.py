@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.config import TextConfig
-from inkling_jax.kernels.expert_matmul import Nvfp4, Packed, expert_matmul
+from inkling_jax.kernels.expert_matmul import Nvfp4, Packed, Shared, expert_matmul
 from inkling_jax.kernels.expert_matmul.pack import packed_shape
+from inkling_jax.kernels.router import Routing
 from inkling_jax.layers.mlp import SharedExperts
 from inkling_jax.layers.param import param
 from inkling_jax.layers.router import Router
@@ -81,13 +82,29 @@ class SparseMLP(nnx.Module):
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None
     ) -> Float[Array, "T D"]:
         """`tape`, where given, receives "experts" (ascending), "weights" and "shared"."""
-        experts, weights, shared = self.router(x)
-        if tape is not None:
-            order = jnp.argsort(experts, axis=-1)
-            tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in (experts, weights))
-            tape["shared"] = shared
         w13, w2 = self.experts()
         held = jax.tree.leaves(w13)[0].shape[0]
-        local = jnp.where(valid[:, None], experts - first_local_expert(held), held)  # out of range: not ours, not read
-        routed = expert_matmul(x, local, weights, w13, w2, self.num_experts)
-        return sum_over_model((routed.astype(jnp.float32) + self.shared(x, shared)).astype(x.dtype))
+        first = first_local_expert(held)
+        if isinstance(w13, Packed) and isinstance(w2, Packed):
+            routing, y = self._kernels(x, valid, w13, w2, first)
+        else:
+            routing = self.router(x)
+            local = jnp.where(valid[:, None], routing.experts - first, held)  # out of range: not ours, not read
+            y = expert_matmul(x, local, routing.weights, w13, w2).astype(jnp.float32) + self.shared(x, routing.shared)
+        if tape is not None:
+            order = jnp.argsort(routing.experts, axis=-1)
+            tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in routing[:2])
+            tape["shared"] = routing.shared
+        return sum_over_model(y.astype(x.dtype))
+
+    def _kernels(
+        self, x: Float[Array, "T D"], valid: Bool[Array, " T"], w13: Packed, w2: Packed, first: Int[Array, ""]
+    ) -> tuple[Routing, Float[Array, "T D"]]:
+        """Two launches at decode: the router with the sorting of rows, and all experts."""
+        from inkling_jax.kernels.expert_matmul import sm90  # Pallas' GPU half takes a while to import, and few need it
+
+        tokens, choices, shared = x.shape[0], self.router.chosen, self.shared.packed()
+        how = sm90.regime(tokens, choices, self.num_experts)
+        step = sm90.plan(tokens, choices, w13, w2, how, sm90.processors(), (*shared, self.shared.count))
+        routing, groups = self.router.grouped(x, valid, first, step.grouping)
+        return routing, sm90.multiply(x, routing.weights, groups, w13, w2, step, Shared(routing.shared, *shared))

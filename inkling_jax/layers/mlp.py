@@ -8,6 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from inkling_jax.config import TextConfig
+from inkling_jax.kernels.expert_matmul import Packed
+from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, packed_shape
 from inkling_jax.layers.linear import linear
 from inkling_jax.layers.param import param
 from inkling_jax.sharding.collectives import sum_over_model
@@ -34,9 +36,24 @@ class SharedExperts(nnx.Module):
     """
 
     def __init__(self, config: TextConfig, dtype: jnp.dtype):
-        shared, width = config.num_shared_experts, config.expert_width
-        self.w13 = param((shared, 2, width, config.hidden_size), dtype, (None, None, "ffn", None))
-        self.w2 = param((config.hidden_size, shared, width), dtype, (None, None, "ffn"))
+        self.count, self.width, self.model = config.num_shared_experts, config.expert_width, config.hidden_size
+        self.w13 = param((self.count, 2, self.width, self.model), dtype, (None, None, "ffn", None))
+        self.w2 = param((self.model, self.count, self.width), dtype, (None, None, "ffn"))
+
+    def use_kernels(self) -> None:
+        """Hold both weights in the order of the Hopper kernels from now on; `packed` then gives them."""
+        model, width, words = self.model, self.width, (None, None)
+        blocks, depth = packed_shape((1, 2, width, model), False)[1:3]
+        self.w13 = param((self.count, blocks, depth, BF16_LINES, 128), jnp.int32, (None, "ffn", None, *words))
+        blocks, depth = packed_shape((1, model, width), False)[1:3]
+        self.w2 = param((blocks, self.count, depth, BF16_LINES, 128), jnp.int32, (None, None, "ffn", *words))
+
+    def packed(self) -> tuple[Packed, Packed]:
+        """What the kernels take: this rank's channels of all J experts side by side, as those of one."""
+        w13, w2 = self.w13[...], self.w2[...]
+        w13 = w13.reshape(1, -1, *w13.shape[2:])
+        w2 = w2.reshape(1, w2.shape[0], -1, *w2.shape[3:])
+        return Packed(w13, jnp.ones((1, 2), jnp.float32)), Packed(w2, jnp.ones(1, jnp.float32))
 
     def __call__(self, x: Float[Array, "T D"], weights: Float[Array, "T J"]) -> Float[Array, "T D"]:
         """This rank's part of the float32 sum over shared experts; the caller reduces it together with the routed experts'."""

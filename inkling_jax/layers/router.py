@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.config import TextConfig
-from inkling_jax.layers.linear import linear
+from inkling_jax.kernels.expert_matmul.group import Grouping, Groups
+from inkling_jax.kernels.router import Routing, route
 from inkling_jax.layers.param import param
 
 
@@ -22,18 +22,17 @@ class Router(nnx.Module):
         self.global_scale = param((), jnp.float32, ())
         self.chosen, self.route_scale = config.num_experts_per_token, config.route_scale
 
-    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T A"], Float[Array, "T A"], Float[Array, "T J"]]:
-        """Experts, their weights, the shared experts' weights; all scales applied."""
-        logits = linear(x, self.weight[...], jnp.float32)
-        return route(logits, self.bias[...], self.chosen, self.route_scale * self.global_scale[...])
+    def __call__(self, x: Float[Array, "T D"]) -> Routing:
+        """Experts, their weights and the shared experts' weights; all scales applied."""
+        return route(x, *self._parameters(), self.chosen, self.route_scale)
 
+    def grouped(
+        self, x: Float[Array, "T D"], valid: Bool[Array, " T"], first: Int[Array, ""], wanted: Grouping
+    ) -> tuple[Routing, Groups]:
+        """The same on Hopper, and the rows of valid tokens sorted by the experts of this rank, which begin with `first`."""
+        from inkling_jax.kernels.router import sm90  # Pallas' GPU half takes a while to import, and few need it
 
-def route(
-    logits: Float[Array, "T E+J"], bias: Float[Array, " E"], chosen: int, scale: float | Float[Array, ""]
-) -> tuple[Int[Array, "T A"], Float[Array, "T A"], Float[Array, "T J"]]:
-    """top-A of sigmoid + bias (ties to the lower index); weights sigmoid / its sum over the chosen and the shared, scaled."""
-    routed, shared = logits[:, : bias.shape[0]], logits[:, bias.shape[0] :]
-    _, experts = jax.lax.top_k(jax.nn.sigmoid(routed) + bias, chosen)
-    joint = jnp.concatenate([jnp.take_along_axis(routed, experts, axis=1), shared], axis=1)
-    weights = jax.nn.softmax(jax.nn.log_sigmoid(joint), axis=-1) * scale
-    return experts, weights[:, :chosen], weights[:, chosen:]
+        return sm90.route(x, *self._parameters(), valid, first, self.chosen, self.route_scale, wanted)
+
+    def _parameters(self) -> tuple[Float[Array, "E+J D"], Float[Array, " E"], Float[Array, ""]]:
+        return self.weight[...], self.bias[...], self.global_scale[...]

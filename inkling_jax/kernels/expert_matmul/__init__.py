@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.expert_matmul import reference
 from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4, dequantize
-from inkling_jax.kernels.expert_matmul.pack import Packed
+from inkling_jax.kernels.expert_matmul.pack import Packed, Shared
 from inkling_jax.kernels.expert_matmul.reference import Weight
 
-__all__ = ["Nvfp4", "Packed", "dequantize", "expert_matmul"]
+__all__ = ["Nvfp4", "Packed", "Shared", "dequantize", "expert_matmul"]
 
 
 def expert_matmul(

@@ -22,13 +22,16 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from inkling_jax.errors import InputError
 from inkling_jax.kernels.expert_matmul import batch_device, batch_twin
-from inkling_jax.kernels.expert_matmul.decode import SHARED_BYTES, weigh
+from inkling_jax.kernels.expert_matmul.decode import weigh
+from inkling_jax.kernels.expert_matmul.decode_plan import SHARED_BYTES
 from inkling_jax.kernels.expert_matmul.group import Groups
-from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, BLOCK_ROWS, Packed
+from inkling_jax.kernels.expert_matmul.pack import BLOCK_COLUMNS, BLOCK_ROWS, Packed, Shared
 
 ALIGN = 8  # rows: copies into the layout that tensor cores read start at a multiple
 SIZES = {32: (8, 16, 32), 64: (16, 32, 64), 256: (64, 128, 192, 256)}  # of products, by the most rows of a slot
 MAX_STAGES = 8
+# Of a thread. With two warpgroups that multiply all begin with 168, with four with 96.
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, {2: 232, 4: 104}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +84,36 @@ def batch(
     w13: Packed,
     w2: Packed,
     plans: tuple[Plan, Plan],
+    rest: Float[Array, "T D"] | None = None,
     interpret: bool = False,
 ) -> BFloat16[Array, "T D"]:
-    """The weighted sum of the chosen experts, of rows that `group` cut into slots of the plans' rows, aligned to ALIGN."""
+    """The weighted sum of the chosen experts, of rows that `group` cut into slots of the plans' rows, aligned to ALIGN, plus
+    `rest`.
+    """
     rows = gather(x, groups.token, plans[0].rows)
-    hidden = multiply(rows, groups, w13, plans[0], interpret)
-    y = multiply(hidden, groups, w2, plans[1], interpret)
-    return weigh(y, groups.place, weights).astype(x.dtype)
+    hidden = multiply(rows, groups, w13, plans[0], interpret=interpret)
+    y = multiply(hidden, groups, w2, plans[1], interpret=interpret)
+    return weigh(y, groups.place, weights, rest).astype(x.dtype)
+
+
+def batch_shared(
+    x: BFloat16[Array, "T D"], shared: Shared, plans: tuple[Plan, Plan], interpret: bool = False
+) -> BFloat16[Array, "T D"]:
+    """The weighted sum of the experts that every token takes."""
+    tokens, most = x.shape[0], plans[0].rows
+    first = jnp.arange(0, tokens, most, dtype=jnp.int32)
+    every = Groups(
+        token=jnp.arange(tokens, dtype=jnp.int32),
+        place=jnp.zeros((0, 0), jnp.int32),
+        expert=jnp.zeros_like(first),
+        first=first,
+        used=jnp.minimum(most, tokens - first),
+        count=jnp.array([first.shape[0]], jnp.int32),
+        counters=jnp.zeros(0, jnp.int32),
+    )
+    rows = gather(x, every.token, most)
+    hidden = multiply(rows, every, shared.w13, plans[0], shared.weights, interpret)
+    return multiply(hidden, every, shared.w2, plans[1], interpret=interpret)[:tokens]
 
 
 def gather(x: BFloat16[Array, "T D"], token: Int32[Array, " R"], beyond: int) -> BFloat16[Array, "R+beyond D"]:
@@ -99,12 +125,19 @@ def gather(x: BFloat16[Array, "T D"], token: Int32[Array, " R"], beyond: int) ->
 
 
 def multiply(
-    rows: BFloat16[Array, "R K"], groups: Groups, weight: Packed, plan: Plan, interpret: bool = False
+    rows: BFloat16[Array, "R K"],
+    groups: Groups,
+    weight: Packed,
+    plan: Plan,
+    weights: Float[Array, "T J"] | None = None,
+    interpret: bool = False,
 ) -> BFloat16[Array, "R N"]:
-    """Each slot's rows times its expert's weights, and SwiGLU of gate and up if they are paired."""
-    experts = weight.words.shape[0]
+    """Each slot's rows times its expert's weights, and SwiGLU of gate and up if they are paired; `weights` of J experts side by
+    side multiply what their gate and up make.
+    """
+    experts, shared = weight.words.shape[0], 0 if weights is None else weights.shape[1]
     kernel = plgpu.kernel(
-        _Body(plan, batch_twin if interpret else batch_device),
+        _Body(plan, batch_twin if interpret else batch_device, shared),
         out_type=jax.ShapeDtypeStruct((rows.shape[0], plan.width), jnp.bfloat16),
         scratch_types=_scratch(plan),
         grid=(plan.processors // plan.cluster,),
@@ -117,7 +150,8 @@ def multiply(
     )
     words = weight.words.reshape(experts * plan.blocks, plan.depth * plan.lines, 128)
     scale = weight.scale2.astype(jnp.float32).reshape(-1)
-    return kernel(rows, words, scale, groups.expert, groups.first, groups.used, groups.count)
+    tables = (groups.expert, groups.first, groups.used, groups.count)
+    return kernel(rows, words, scale, *tables, *(() if weights is None else (weights.astype(jnp.float32),)))
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
@@ -151,13 +185,14 @@ def _rings(plan: Plan) -> tuple[tuple[str, int, int], ...]:
 class _Body:
     """The kernel: called with references to operands and the result, and the shared memory."""
 
-    def __init__(self, plan: Plan, ops: ModuleType) -> None:
-        self.plan, self.ops = plan, ops
+    def __init__(self, plan: Plan, ops: ModuleType, shared: int) -> None:
+        self.plan, self.ops, self.shared = plan, ops, shared
 
     def __call__(
-        self, x: Any, words: Any, scale: Any, expert: Any, first: Any, used: Any, count: Any, out: Any, **scratch: Any
+        self, x: Any, words: Any, scale: Any, expert: Any, first: Any, used: Any, count: Any, *more: Any, **scratch: Any
     ) -> None:
         p = self.plan
+        *self.weights, out = more
         self.x, self.words, self.scale, self.out, self.s = x, words, scale, out, scratch
         self.expert, self.first, self.used = expert, first, used
         warpgroup, me = lax.axis_index("warpgroup"), lax.axis_index("processor")
@@ -167,12 +202,15 @@ class _Body:
 
         @pl.when(warpgroup == p.workers)
         def _() -> None:
+            self.ops.set_registers(-COPY_REGISTERS)
+
             @plgpu.warp_map
             def _(warp: Array) -> None:
                 pl.when(warp == 0)(self._copy)
 
         @pl.when(warpgroup < p.workers)
         def _() -> None:
+            self.ops.set_registers(MULTIPLY_REGISTERS[p.workers])
             self._each_tile(lambda *tile: self._tile(warpgroup, *tile))
 
     def _each_tile(self, work: Any) -> None:
@@ -244,5 +282,5 @@ class _Body:
             scales = [self.scale[2 * expert + i] * p.factor for i in (0, 1)]
         else:
             scales = [self.scale[expert] * p.factor] * 2
-        store = self.ops.store_tile(p.width, p.paired)
-        store(acc, self.s["staging"].at[me], self.out, self.first[slot], self.used[slot], block + me, *scales)
+        store = self.ops.store_tile(p.width, p.paired, self.shared)
+        store(acc, self.s["staging"].at[me], self.out, self.first[slot], self.used[slot], block + me, *scales, *self.weights)

@@ -16,10 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from inkling_jax.kernels import mlir as m
 from inkling_jax.kernels.expert_matmul import device
-from inkling_jax.kernels.expert_matmul import mlir as m
-from inkling_jax.kernels.expert_matmul.mlir import Value
+from inkling_jax.kernels.expert_matmul.pack import LINES
+from inkling_jax.kernels.mlir import Value
 
+set_registers = device.set_registers
 STAGING_BYTES = 8192  # of shared memory that a warpgroup turns its results in
 _REF = plgpu.RefType()
 
@@ -35,7 +37,7 @@ def decode_half(lines: int, half: int) -> Callable:
     def run(_: Any, words: Value) -> mgpu.FragmentedArray:
         array = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, 64)), dtype=object)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        for j, four in enumerate(device.fragments(mgpu.utils.memref_ptr(words), lines, 0, half)):
+        for j, four in enumerate(device.fragments(mgpu.utils.memref_ptr(words), lines == LINES, half)):
             for i, value in enumerate(four):
                 array[(0, 2 * j + i // 2, 0, 0, i % 2, 0, 0, 0, 0)] = mgpu.utils.bitcast(value, pair)
         return mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
@@ -43,22 +45,29 @@ def decode_half(lines: int, half: int) -> Callable:
     return run
 
 
-def store_tile(width: int, paired: bool) -> Callable:
+def store_tile(width: int, paired: bool, shared: int = 0) -> Callable:
     """Write a float32 tile, 64 rows of weights by some rows of x, to `used` rows of out [., width] from `row` on, bfloat16.
 
     As f(acc, staging, out, row, used, block, scale, up scale). If `paired`, rows g of weights are gate and g + 8 up, and their
-    silu(gate) * up makes 32 columns, in the order in which the next product meets its columns; else 64. A warpgroup turns them in
-    its own `staging` memory, so that what it writes to the GPU's memory lies together.
+    silu(gate) * up makes 32 columns, in the order in which the next product meets its columns; else 64. With `shared` experts
+    side by side one more argument, weights [., shared], multiplies each row's columns by the weight for their expert. A warpgroup
+    turns its results in its own `staging` memory, so that what it writes to the GPU's memory lies together.
     """
     row_bytes = 64 if paired else 128
     tokens = STAGING_BYTES // row_bytes  # a round
     mask, down = (3, 1) if paired else (7, 0)
+    types = (plgpu.Layout.WGMMA, _REF, _REF, *[device.SCALAR] * 5, *[_REF] * (shared > 0))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF, *[device.SCALAR] * 5), return_type=())
-    def run(_: Any, acc: Any, staging: Value, out: Value, row: Any, used: Any, block: Any, *scales: Any) -> tuple[()]:
-        row, used, block, *factors = (m.scalar(a) for a in (row, used, block, *scales))
+    @plgpu.inline_mgpu(arg_types=types, return_type=())
+    def run(
+        _: Any, acc: Any, staging: Value, out: Value, row: Any, used: Any, block: Any, scale: Any, up_scale: Any, *more: Value
+    ) -> tuple[()]:
+        row, used, block, *factors = (m.scalar(a) for a in (row, used, block, scale, up_scale))
         staging, out = mgpu.utils.memref_ptr(staging), mgpu.utils.memref_ptr(out)
-        halves = [_halves(four, factors, paired) for four in device.registers_of(acc)]
+        weights = [_weights(mgpu.utils.memref_ptr(w), acc.shape[1], row, used, block, width, shared) for w in more]
+        halves = [
+            _halves(four, factors, paired, weights[0][n] if weights else None) for n, four in enumerate(device.registers_of(acc))
+        ]
         column = m.multiply(block, row_bytes // 2)
 
         def place(token: Value, piece: Value) -> Value:
@@ -88,10 +97,22 @@ def store_tile(width: int, paired: bool) -> Callable:
     return run
 
 
-def _halves(four: list[Value], scales: list[Value], paired: bool) -> list[Value]:
+def _weights(weights: Value, size: int, row: Value, used: Value, block: Value, width: int, shared: int) -> list[list[Value]]:
+    """For every eight rows of a tile, this thread's two rows' weights for the expert of its 32 columns."""
+    expert, (_, _, c) = arith.divui(block, m.as_int(width // shared // 32)), m.lane()
+    found = []
+    for n in range(size // 8):
+        tokens = [m.add(row, arith.minsi(m.add(m.shift(c, 1), 8 * n + i), m.subtract(used, 1))) for i in (0, 1)]
+        found.append([m.load(weights, m.add(m.multiply(token, shared), expert), m.f32()) for token in tokens])
+    return found
+
+
+def _halves(four: list[Value], scales: list[Value], paired: bool, weights: list[Value] | None) -> list[Value]:
     """Pairs of bfloat16 of neighbouring columns of an accumulator: of row g and of row g + 8, or of what they make."""
     if paired:
         values = [device.swiglu(arith.mulf(four[i], scales[0]), arith.mulf(four[2 + i], scales[1])) for i in (0, 1)]
+        if weights is not None:
+            values = [arith.mulf(value, weight) for value, weight in zip(values, weights, strict=True)]
     else:
         values = [arith.mulf(v, scales[0]) for v in four]
     return [

@@ -13,6 +13,8 @@ from jaxtyping import Array
 
 from inkling_jax.kernels.expert_matmul import twin
 
+set_registers = twin.set_registers
+
 
 def product(scratch: dict[str, Any], me: Any, base: Any, size: int, plan: Any) -> Any:
     """See batch_device.product."""
@@ -35,10 +37,12 @@ def product(scratch: dict[str, Any], me: Any, base: Any, size: int, plan: Any) -
     return lax.fori_loop(0, plan.depth, block, jnp.zeros((64, size), jnp.float32))
 
 
-def store_tile(width: int, paired: bool) -> Callable:
+def store_tile(width: int, paired: bool, shared: int = 0) -> Callable:
     """See batch_device.store_tile."""
 
-    def run(acc: Array, _: Any, out: Any, row: Array, used: Array, block: Array, scale: Array, up_scale: Array) -> None:
+    def run(
+        acc: Array, _: Any, out: Any, row: Array, used: Array, block: Array, scale: Array, up_scale: Array, *more: Any
+    ) -> None:
         if paired:
             both = acc.reshape(4, 2, 8, -1)
             gate, up = both[:, 0] * scale, both[:, 1] * up_scale
@@ -46,10 +50,11 @@ def store_tile(width: int, paired: bool) -> Callable:
         else:
             value = acc * scale
         columns = value.shape[0]
-        for i in range(value.shape[1]):
 
-            @pl.when(i < used)
-            def _(i: int = i) -> None:
-                out[row + i, pl.ds(block * columns, columns)] = value[:, i].astype(jnp.bfloat16)
+        @pl.loop(0, used)
+        def _(i: Array) -> None:
+            weight = more[0][row + i, lax.div(block, width // shared // 32)] if more else 1
+            one = lax.dynamic_index_in_dim(value, i, 1, keepdims=False)
+            out[row + i, pl.ds(block * columns, columns)] = (one * weight).astype(jnp.bfloat16)
 
     return run

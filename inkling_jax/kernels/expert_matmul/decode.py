@@ -1,18 +1,20 @@
-"""The routed feed-forward for few rows an expert: one persistent launch that streams the packed weights of the experts that are
-hit.
+"""The feed-forward of a sparse layer for few rows an expert: one persistent launch that streams the packed weights of the experts
+that are hit, and those of the shared experts that every token takes.
 
 Each processor takes tiles by turns, first of gate and up, then of down. Four warpgroups multiply; a warp of a fifth copies
 weights into a ring of stages in shared memory, and a sixth copies the rows of x that a slot has. A tile is 64 rows for each of
 `side` warpgroups, and `split` of them share a tile's columns and add their sums at its end. The ring runs on from tile to tile
 and from product to product, so that the weights of down are under way while gate and up end: only the rows wait for the hidden
 values, slot by slot. Who writes the last rows of 64 output columns weighs and adds them.
+
+Shared experts are one expert as wide as all of them, whose hidden values are weighed token by token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,121 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
-from inkling_jax.errors import InputError
 from inkling_jax.kernels.expert_matmul import device, twin
+from inkling_jax.kernels.expert_matmul.decode_plan import SHARED_ROWS, WORKERS, Plan, Product
 from inkling_jax.kernels.expert_matmul.group import Groups
-from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, BLOCK_COLUMNS, BLOCK_ROWS, Packed
+from inkling_jax.kernels.expert_matmul.pack import BLOCK_ROWS, Packed, Shared
 
-WORKERS = 4  # warpgroups that multiply
-SHARED_BYTES = 232448  # of a Hopper processor
-MAX_STAGES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """How weights of `blocks` x `depth` blocks are cut into tiles and stages."""
-
-    blocks: int  # of 64 rows
-    depth: int  # blocks of 128 columns
-    split: int  # warpgroups that share the columns of a tile
-    step: int  # blocks of columns that a warpgroup takes in a stage
-    lines: int  # of a block
-    factor: float  # beside the scales of the weights
-
-    @property
-    def side(self) -> int:
-        return WORKERS // self.split
-
-    @property
-    def tiles(self) -> int:
-        return self.blocks // self.side
-
-    @property
-    def steps(self) -> int:
-        return self.depth // (self.split * self.step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything that shapes the kernel."""
-
-    up: Product
-    down: Product
-    tokens: int
-    choices: int
-    slots: int
-    rows: int  # the most of a slot
-    x_rows: int  # that a stage has room for
-    stages: int
-    behind: int  # stages that the copying of rows may lag behind before they are waited for
-    processors: int
-
-    @property
-    def lines(self) -> int:
-        """Of the weights of a stage, for a warpgroup."""
-        return max(p.step * p.lines for p in (self.up, self.down))
-
-    @property
-    def x_columns(self) -> int:
-        return max(p.split * p.step for p in (self.up, self.down)) * BLOCK_COLUMNS
-
-    @property
-    def width(self) -> int:
-        return self.down.blocks * BLOCK_ROWS
-
-    @property
-    def hidden(self) -> int:
-        return self.down.depth * BLOCK_COLUMNS
-
-    @property
-    def counters(self) -> int:
-        return self.slots + self.down.blocks + 1
-
-
-def plan_product(weight: Packed, splits: tuple[int, ...], steps: tuple[int, ...]) -> Product:
-    """The first of `steps`, and of `splits`, that fits."""
-    blocks, depth = weight.words.shape[1:3]
-    for step in steps if weight.lines < BF16_LINES else (1,):
-        for split in splits:
-            if tileable(blocks, depth, step, split):
-                return Product(blocks, depth, split, step, weight.lines, weight.factor)
-    raise InputError(f"weights of {blocks * BLOCK_ROWS} x {depth * BLOCK_COLUMNS} fit no tile of the decode kernel")
-
-
-def tileable(blocks: int, depth: int, step: int = 1, split: int | None = None) -> bool:
-    """Whether such tiles cover so many blocks exactly; by default whether any do."""
-    splits = (1, 2, 4) if split is None else (split,)
-    return any(blocks % (WORKERS // s) == 0 and depth % (s * step) == 0 for s in splits)
-
-
-def plan(
-    w13: Packed,
-    w2: Packed,
-    tokens: int,
-    choices: int,
-    slots: int,
-    rows: int,
-    processors: int,
-    steps: tuple[int, ...] = (2, 3, 1),
-    splits: tuple[int, ...] = (),
-    behind: int = 1,
-) -> Plan:
-    """Tiles for so many tokens, of at most `rows` (8 or 16) to a slot: the fewer experts can be hit, the narrower the tiles, so
-    that every processor has some.
-    """
-    splits = splits or ((4, 2, 1) if slots <= 12 else (2, 1, 4))
-    up, down = (plan_product(w, splits, steps) for w in (w13, w2))
-    x_rows = min(rows, 1 << (tokens - 1).bit_length())
-    result = Plan(up, down, tokens, choices, slots, rows, x_rows, 1, behind, processors)
-    stage = WORKERS * result.lines * 128 * 4 + x_rows * result.x_columns * 2
-    partial = sum(_partials(p) * 256 * rows for p in (up, down))
-    stages = min(MAX_STAGES, (SHARED_BYTES - partial - 1024) // stage)
-    return dataclasses.replace(result, stages=stages, behind=min(behind, stages - 1))
-
-
-def _partials(product: Product) -> int:
-    """Accumulators that warpgroups hand over at the end of a tile, twice, so that the next tile need not wait."""
-    return 2 * max(1, (product.split - 1) * product.side)
+# Of a thread: all six warpgroups begin with 80.
+COPY_REGISTERS, MULTIPLY_REGISTERS = 48, 96
 
 
 def decode(
@@ -145,10 +39,11 @@ def decode(
     w13: Packed,
     w2: Packed,
     plan: Plan,
+    shared: Shared | None = None,
     launches: int = 1,
     interpret: bool = False,
 ) -> BFloat16[Array, "T D"]:
-    """The weighted sum of the chosen experts, of rows that `group` cut into slots of `plan.rows`.
+    """The weighted sum of the chosen experts, of rows that `group` cut into slots of `plan.up.rows`, and of the shared ones.
 
     `launches`: 1, or 2 with a launch each for gate-and-up and for down, or 3 with the sum apart too, which is what the
     interpreter runs.
@@ -161,34 +56,40 @@ def decode(
         "up_scale": w13.scale2.astype(jnp.float32),
         "down_scale": w2.scale2.astype(jnp.float32),
     }
-    rows = plan.tokens * plan.choices
     types = {
-        "hidden": jax.ShapeDtypeStruct((rows, plan.hidden), jnp.bfloat16),
-        "y": jax.ShapeDtypeStruct((rows, plan.width), jnp.float32),
+        "hidden": jax.ShapeDtypeStruct((plan.pairs, plan.down.inner), jnp.bfloat16),
+        "y": jax.ShapeDtypeStruct((plan.y_rows, plan.width), jnp.float32),
         "out": jax.ShapeDtypeStruct((plan.tokens, plan.width), jnp.bfloat16),
     }
     tables = ("count", "expert", "first", "used")
-    up = ("x", "token", "w13", "up_scale")
+    up, hidden = ("x", "token", "w13", "up_scale"), ("hidden",)
     down = ("w2", "down_scale")
     total = ("counters", "place", "weights")
+    if shared is not None and plan.shared_down is not None:
+        operands |= {"shared_weights": shared.weights, "shared_w13": _flat(shared.w13), "shared_w2": _flat(shared.w2)}
+        types["shared_hidden"] = jax.ShapeDtypeStruct((plan.tokens, plan.shared_down.inner), jnp.bfloat16)
+        up, down = (*up, "shared_weights", "shared_w13"), (*down, "shared_w2")
+        hidden = ("hidden", "shared_hidden")
+    made = {name: types[name] for name in hidden}
+    results = {"y": types["y"], "out": types["out"]}
     if launches == 1:
-        return _launch(plan, interpret, operands, (*tables, *up, *down, *total), types)["out"]
-    made = _launch(plan, interpret, operands, (*tables, *up), {"hidden": types["hidden"]})
-    operands |= made
+        return _launch(plan, interpret, operands, (*tables, *up, *down, *total), made | results)["out"]
+    operands |= _launch(plan, interpret, operands, (*tables, *up), made)
     if launches == 2:
-        results = {"y": types["y"], "out": types["out"]}
-        return _launch(plan, interpret, operands, (*tables, *down, *total, "hidden"), results)["out"]
-    y = _launch(plan, interpret, operands, (*tables, *down, "hidden"), {"y": types["y"]})["y"]
-    return weigh(y, groups.place, weights).astype(x.dtype)
+        return _launch(plan, interpret, operands, (*tables, *down, *total, *hidden), results)["out"]
+    y = _launch(plan, interpret, operands, (*tables, *down, *hidden), {"y": types["y"]})["y"]
+    return weigh(y, groups.place, weights, y[plan.pairs :] if shared is not None else None).astype(x.dtype)
 
 
-def weigh(y: Float[Array, "R D"], place: Array, weights: Float[Array, "T A"]) -> Float[Array, "T D"]:
-    """sum_a weights[t, a] * y[place[t, a]] in the order of a, in float32; a negative place contributes nothing."""
+def weigh(
+    y: Float[Array, "R D"], place: Array, weights: Float[Array, "T A"], rest: Float[Array, "T D"] | None = None
+) -> Float[Array, "T D"]:
+    """sum_a weights[t, a] * y[place[t, a]] in the order of a, and `rest`, in float32; a negative place contributes nothing."""
     total = jnp.zeros((place.shape[0], y.shape[1]), jnp.float32)
     for a in range(place.shape[1]):
         row = jnp.take(y, jnp.maximum(place[:, a], 0), axis=0).astype(jnp.float32)
         total += jnp.where(place[:, a, None] < 0, 0, weights[:, a, None].astype(jnp.float32) * row)
-    return total
+    return total if rest is None else total + rest.astype(jnp.float32)
 
 
 def _flat(weight: Packed) -> Array:
@@ -199,7 +100,7 @@ def _flat(weight: Packed) -> Array:
 
 def _launch(plan: Plan, interpret: bool, operands: dict, names: tuple[str, ...], results: dict) -> dict[str, Array]:
     body = _Body(plan, twin if interpret else device, (*names, *results))
-    name = "expert_" + "_".join(n for n in results if n != "y")
+    name = "expert_" + "_".join(n for n in results if n in ("hidden", "out"))
     kernel = plgpu.kernel(
         body,
         out_type=tuple(results.values()),
@@ -214,6 +115,27 @@ def _launch(plan: Plan, interpret: bool, operands: dict, names: tuple[str, ...],
     return dict(zip(results, kernel(*(operands[n] for n in names)), strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """A processor's tiles of one product."""
+
+    name: str  # of the product's barriers
+    product: Product
+    is_up: bool
+    shared: bool
+    base: Any  # stages before it
+    mine: Any  # tiles
+    first: Any  # of those
+
+
+class _Slot(NamedTuple):
+    """Rows of one expert."""
+
+    expert: Any
+    row: Any  # among the hidden values
+    used: Any
+
+
 class _Body:
     """The kernel: called with references to operands and results, and the shared memory."""
 
@@ -221,62 +143,86 @@ class _Body:
         self.plan, self.ops, self.names = plan, ops, names
         self.has_up, self.has_down, self.has_sum = "w13" in names, "w2" in names, "out" in names
 
+    def _products(self) -> list[tuple[str, Product, bool, bool]]:
+        """Name, product, whether it is gate and up, and of shared experts, in the order of `Plan.products`."""
+        p = self.plan
+        every = [
+            ("shared_up", p.shared_up, True, True),
+            ("up", p.up, True, False),
+            ("down", p.down, False, False),
+            ("shared_down", p.shared_down, False, True),
+        ]
+        return [
+            (name, product, is_up, shared)
+            for name, product, is_up, shared in every
+            if product is not None and (self.has_up if is_up else self.has_down)
+        ]
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
         p = self.plan
-        products = {"up": p.up} if self.has_up else {}
-        products |= {"down": p.down} if self.has_down else {}
         found: dict[str, Any] = {
             "w_ring": plgpu.SMEM((p.stages, WORKERS, p.lines, 128), jnp.int32),
-            "x_ring": plgpu.SMEM((p.stages, p.x_rows, p.x_columns), jnp.bfloat16),
+            "x_ring": plgpu.SMEM((p.stages, p.x_elements), jnp.bfloat16),
+            "handed": plgpu.SMEM((p.handed_elements,), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=p.stages),
             "empty": plgpu.Barrier(num_arrivals=WORKERS, num_barriers=p.stages),
         }
-        for name, product in products.items():
-            partials = max(1, (product.split - 1) * product.side)
-            found[f"{name}_partial"] = plgpu.SMEM((2, partials, BLOCK_ROWS * p.rows), jnp.float32)
-            found[f"{name}_put"] = plgpu.Barrier(num_arrivals=partials, num_barriers=2)
-            found[f"{name}_got"] = plgpu.Barrier(num_arrivals=product.side, num_barriers=2)
+        for name, product, _is_up, _shared in self._products():
+            if product.handed:
+                found[f"{name}_put"] = plgpu.Barrier(num_arrivals=product.handed, num_barriers=product.turns)
+                found[f"{name}_got"] = plgpu.Barrier(num_arrivals=product.side, num_barriers=product.turns)
         return found
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         self.r = dict(zip(self.names, refs, strict=True)) | scratch
         warpgroup = lax.axis_index("warpgroup")
-        self.work = self._work()
+        self.tasks = self._tasks()
 
         @pl.when(warpgroup == WORKERS)
         def _() -> None:
+            self.ops.set_registers(-COPY_REGISTERS)
+
             @plgpu.warp_map
             def _(warp: Array) -> None:
                 pl.when(warp == 0)(self._copy_weights)
 
-        pl.when(warpgroup == WORKERS + 1)(self._copy_rows)
+        @pl.when(warpgroup == WORKERS + 1)
+        def _() -> None:
+            self.ops.set_registers(-COPY_REGISTERS)
+            self._copy_rows()
 
         @pl.when(warpgroup < WORKERS)
         def _() -> None:
-            for base, mine, first, product, is_up in self.work:
-                self._multiply(warpgroup, base, mine, first, product, is_up)
-            if self.has_sum:
+            self.ops.set_registers(MULTIPLY_REGISTERS)
+            for task in self.tasks:
+                self._multiply(warpgroup, task)
+            if self.has_sum and not self.plan.shared:
                 self._sum_nothing(warpgroup)
 
-    def _work(self) -> list[tuple[Any, Any, Any, Product, bool]]:
-        """For each product: stages before it, this processor's tiles, the first, the product, whether it is gate and up."""
-        p, g = self.plan, self.plan.processors
+    def _tasks(self) -> list[_Task]:
+        g = self.plan.processors
         me, slots = lax.axis_index("processor"), self.r["count"][0]
         found, base, done = [], jnp.int32(0), jnp.int32(0)
         total = jnp.int32(0)
-        for product, is_up, here in ((p.up, True, self.has_up), (p.down, False, self.has_down)):
-            if here:
-                first = me + done * g - total
-                total = total + slots * product.tiles
-                mine = lax.max(lax.div(total - me + (g - 1), g) - done, 0)
-                found.append((base, mine, first, product, is_up))
-                base, done = base + mine * product.steps, done + mine
+        for name, product, is_up, shared in self._products():
+            first = me + done * g - total
+            total = total + (jnp.int32(self.plan.shared_slots) if shared else slots) * product.tiles
+            mine = lax.max(lax.div(total - me + (g - 1), g) - done, 0)
+            found.append(_Task(name, product, is_up, shared, base, mine, first))
+            base, done = base + mine * product.steps, done + mine
         return found
 
-    def _tile(self, first: Array, t: Array, product: Product) -> tuple[Array, Array]:
-        tile = first + t * self.plan.processors
-        return lax.div(tile, product.tiles), lax.rem(tile, product.tiles)
+    def _tile(self, task: _Task, t: Array) -> tuple[Array, Array]:
+        """Slot, and tile of it."""
+        tile = task.first + t * self.plan.processors
+        return lax.div(tile, task.product.tiles), lax.rem(tile, task.product.tiles)
+
+    def _slot(self, task: _Task, slot: Array) -> _Slot:
+        if not task.shared:
+            return _Slot(self.r["expert"][slot], self.r["first"][slot], self.r["used"][slot])
+        row = slot * SHARED_ROWS
+        return _Slot(jnp.int32(0), row, lax.min(jnp.int32(SHARED_ROWS), self.plan.tokens - row))
 
     def _reserve(self, i: Array) -> Array:
         """The place in the ring of stage i, once it is free."""
@@ -290,25 +236,26 @@ class _Body:
 
     def _drain(self) -> None:
         """Wait for the last stages to be freed: the interpreter wants every phase of a barrier seen by who waits on it."""
-        base, mine, _first, product, _is_up = self.work[-1]
-        total = base + mine * product.steps
+        last = self.tasks[-1]
+        total = last.base + last.mine * last.product.steps
 
         @pl.loop(lax.max(total - self.plan.stages, 0), total)
         def _(i: Array) -> None:
             plgpu.barrier_wait(self.r["empty"].at[lax.rem(i, self.plan.stages)])
 
     def _copy_weights(self) -> None:
-        for base, mine, first, product, is_up in self.work:
-            source = self.r["w13" if is_up else "w2"]
+        for task in self.tasks:
+            product = task.product
+            source = self.r[("shared_" if task.shared else "") + ("w13" if task.is_up else "w2")]
 
-            @pl.loop(0, mine)
-            def _(t: Array, base=base, first=first, product=product, source=source) -> None:
-                slot, tile = self._tile(first, t, product)
-                row = self.r["expert"][slot] * product.blocks + tile * product.side
+            @pl.loop(0, task.mine)
+            def _(t: Array, task=task, product=product, source=source) -> None:
+                slot, tile = self._tile(task, t)
+                row = self._slot(task, slot).expert * product.blocks + tile * product.side
 
                 @pl.loop(0, product.steps)
                 def _(k: Array) -> None:
-                    stage = self._reserve(base + t * product.steps + k)
+                    stage = self._reserve(task.base + t * product.steps + k)
                     for unit in range(WORKERS):
                         n, q = unit % product.side, unit // product.side
                         lines = product.step * product.lines
@@ -322,75 +269,81 @@ class _Body:
 
     def _copy_rows(self) -> None:
         p = self.plan
-        for base, mine, first, product, is_up in self.work:
-            source = self.r["x" if is_up else "hidden"]
-            columns = product.split * product.step * BLOCK_COLUMNS
-            load = self.ops.load_rows(columns, p.x_rows, p.x_columns, source.shape[1], is_up)
+        for task in self.tasks:
+            product = task.product
+            source = self.r["x" if task.is_up else "shared_hidden" if task.shared else "hidden"]
+            gather = task.is_up and not task.shared
+            token = self.r["token" if gather else "first"]
+            load = self.ops.load_rows(product.x_columns, product.x_rows, source.shape[1], gather)
 
-            @pl.loop(0, mine)
-            def _(
-                t: Array, base=base, first=first, product=product, is_up=is_up, source=source, columns=columns, load=load
-            ) -> None:
-                slot, _column = self._tile(first, t, product)
-                row, used = self.r["first"][slot], self.r["used"][slot]
-                if self.has_up and not is_up:
-                    self.ops.await_count(self.r["counters"], slot, jnp.int32(p.up.blocks))
+            @pl.loop(0, task.mine)
+            def _(t: Array, task=task, product=product, source=source, token=token, load=load) -> None:
+                slot, _tile = self._tile(task, t)
+                _expert, row, used = self._slot(task, slot)
+                if self.has_up and not task.is_up:
+                    made = p.shared_up if task.shared else p.up
+                    assert made is not None
+                    index = slot + p.slots if task.shared else slot
+                    self.ops.await_count(self.r["counters"], index, jnp.int32(made.blocks))
 
                 @pl.loop(0, product.steps)
                 def _(k: Array) -> None:
                     i = t * product.steps + k
-                    stage = self._reserve(base + i)
-                    token = self.r["token"] if is_up else self.r["first"]
-                    load(source, token, self.r["x_ring"].at[stage], row, used, k * columns)
+                    stage = self._reserve(task.base + i)
+                    load(source, token, self.r["x_ring"].at[stage], row, used, k * product.x_columns)
 
                     @pl.when(i >= p.behind)
                     def _() -> None:
                         self.ops.await_rows(p.behind)
-                        plgpu.barrier_arrive(self.r["full"].at[lax.rem(base + i - p.behind, p.stages)])
+                        plgpu.barrier_arrive(self.r["full"].at[lax.rem(task.base + i - p.behind, p.stages)])
 
             # All are announced before the next product's rows are waited for, which other processors make from ours.
             self.ops.await_rows(0)
-            total = base + mine * product.steps
+            total = task.base + task.mine * product.steps
 
-            @pl.loop(lax.max(total - p.behind, base), total)
+            @pl.loop(lax.max(total - p.behind, task.base), total)
             def _(i: Array) -> None:
                 plgpu.barrier_arrive(self.r["full"].at[lax.rem(i, p.stages)])
 
         self._drain()
 
-    def _multiply(self, me: Array, base: Array, mine: Array, first: Array, product: Product, is_up: bool) -> None:
-        p, name = self.plan, "up" if is_up else "down"
+    def _multiply(self, me: Array, task: _Task) -> None:
+        p, product = self.plan, task.product
         n, q = lax.rem(me, product.side), lax.div(me, product.side)
-        multiply = self.ops.multiply_unit(product.step, product.lines, p.rows, p.x_rows, p.x_columns)
-        put, got = self.r[f"{name}_put"], self.r[f"{name}_got"]
-        add_partial, columns = self.ops.add_partial(p.rows), product.step * BLOCK_COLUMNS
+        multiply = self.ops.multiply_unit(product)
+        add_handed = self.ops.add_handed(product.rows)
 
-        @pl.loop(0, mine)
+        @pl.loop(0, task.mine)
         def _(t: Array) -> None:
-            slot, tile = self._tile(first, t, product)
+            slot, tile = self._tile(task, t)
 
             def step(k: Array, acc: Array) -> Array:
-                stage = lax.rem(base + t * product.steps + k, p.stages)
+                stage = lax.rem(task.base + t * product.steps + k, p.stages)
                 plgpu.barrier_wait(self.r["full"].at[stage])
                 words = self.r["w_ring"].at[stage, me, pl.ds(0, product.step * product.lines)]
-                acc = multiply(acc, words, self.r["x_ring"].at[stage, :, pl.ds(q * columns, columns)])
+                acc = multiply(acc, words, self.r["x_ring"].at[stage], q)
                 plgpu.barrier_arrive(self.r["empty"].at[stage])
                 return acc
 
-            acc = lax.fori_loop(0, product.steps, step, self._zeros())
+            acc = lax.fori_loop(0, product.steps, step, self._zeros(product.rows))
             block = tile * product.side + n
             if product.split == 1:
-                self._store(acc, slot, block, is_up)
+                self._store(acc, task, slot, block)
                 return
-            partial, turn = self.r[f"{name}_partial"], lax.rem(t, 2)
+            put, got = self.r[f"{task.name}_put"], self.r[f"{task.name}_got"]
+            turn = lax.rem(t, product.turns)
+
+            def place(i: Any) -> Any:
+                size = BLOCK_ROWS * product.rows
+                return self.r["handed"].at[pl.ds((turn * product.handed + i) * size, size)]
 
             @pl.when(q > 0)
             def _() -> None:
-                @pl.when(t >= 2)
+                @pl.when(t >= product.turns)
                 def _() -> None:
                     plgpu.barrier_wait(got.at[turn])
 
-                self.ops.put_partial(acc, partial.at[turn, (q - 1) * product.side + n])
+                self.ops.put_handed(acc, place((q - 1) * product.side + n))
                 plgpu.barrier_arrive(put.at[turn])
 
             @pl.when(q == 0)
@@ -398,42 +351,47 @@ class _Body:
                 plgpu.barrier_wait(put.at[turn])
                 total = acc
                 for i in range(product.split - 1):
-                    total = add_partial(total, partial.at[turn, i * product.side + n])
+                    total = add_handed(total, place(i * product.side + n))
                 plgpu.barrier_arrive(got.at[turn])
-                self._store(total, slot, block, is_up)
+                self._store(total, task, slot, block)
 
         if product.split > 1:
-
+            # Then all that was handed over has been taken, and the next product may use the room.
             @pl.when(q > 0)
             def _() -> None:
-                @pl.loop(lax.max(mine - 2, 0), mine)
+                @pl.loop(lax.max(task.mine - product.turns, 0), task.mine)
                 def _(t: Array) -> None:
-                    plgpu.barrier_wait(got.at[lax.rem(t, 2)])
+                    plgpu.barrier_wait(self.r[f"{task.name}_got"].at[lax.rem(t, product.turns)])
 
-    def _zeros(self) -> Array:
-        zeros = jnp.zeros((BLOCK_ROWS, self.plan.rows), jnp.float32)
+    def _zeros(self, rows: int) -> Array:
+        zeros = jnp.zeros((BLOCK_ROWS, rows), jnp.float32)
         return zeros if self.ops is twin else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-    def _store(self, acc: Array, slot: Array, block: Array, is_up: bool) -> None:
+    def _store(self, acc: Array, task: _Task, slot: Array, block: Array) -> None:
         p, r = self.plan, self.r
-        expert, row, used = r["expert"][slot], r["first"][slot], r["used"][slot]
-        if is_up:
-            store = self.ops.store_hidden(p.hidden)
-            gate_scale, up_scale = (r["up_scale"][expert, i] * p.up.factor for i in (0, 1))
-            store(acc, r["hidden"], row, used, block, gate_scale, up_scale)
+        expert, row, used = self._slot(task, slot)
+        if task.is_up:
+            if task.shared:
+                assert p.shared_down is not None
+                store = self.ops.store_shared_hidden(p.shared_down.inner, p.shared)
+                store(acc, r["shared_hidden"], row, used, block, r["shared_weights"])
+            else:
+                gate_scale, up_scale = (r["up_scale"][expert, i] * p.up.factor for i in (0, 1))
+                store = self.ops.store_hidden(p.down.inner)
+                store(acc, r["hidden"], row, used, block, gate_scale, up_scale)
             if self.has_down:
-                self.ops.announce(r["counters"], slot)
+                self.ops.announce(r["counters"], slot + p.slots if task.shared else slot)
             return
-        self.ops.store_rows(p.width)(acc, r["y"], row, used, block * BLOCK_ROWS, r["down_scale"][expert] * p.down.factor)
+        row, scale = (row + p.pairs, jnp.float32(1)) if task.shared else (row, r["down_scale"][expert] * p.down.factor)
+        self.ops.store_rows(p.width)(acc, r["y"], row, used, block * BLOCK_ROWS, scale)
         if self.has_sum:
-            combine = self.ops.combine(p.tokens, p.choices, p.width, p.slots)
+            combine = self.ops.combine(p)
             combine(r["counters"], block * BLOCK_ROWS, r["count"][0], r["y"], r["place"], r["weights"], r["out"])
 
     def _sum_nothing(self, me: Array) -> None:
         p, r = self.plan, self.r
-        nothing = self.ops.combine_nothing(p.tokens, p.choices, p.width)
         worker = lax.axis_index("processor") * WORKERS + me
 
         @pl.when((r["count"][0] == 0) & (worker < p.down.blocks))
         def _() -> None:
-            nothing(worker * BLOCK_ROWS, r["y"], r["place"], r["weights"], r["out"])
+            self.ops.combine_nothing(p)(worker * BLOCK_ROWS, r["y"], r["place"], r["weights"], r["out"])

@@ -19,12 +19,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from inkling_jax.kernels.expert_matmul import mlir as m
-from inkling_jax.kernels.expert_matmul.mlir import Value
-from inkling_jax.kernels.expert_matmul.pack import BF16_LINES, BLOCK_COLUMNS, LINES
+from inkling_jax.kernels import mlir as m
+from inkling_jax.kernels.expert_matmul.decode_plan import Plan, Product
+from inkling_jax.kernels.expert_matmul.pack import LINES
+from inkling_jax.kernels.mlir import Value
 
 SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
+
+
+def set_registers(count: int) -> None:
+    """Take more registers for each thread of this warpgroup, or give up all but -count."""
+    plgpu.set_max_registers(abs(count), action="increase" if count > 0 else "decrease")
 
 
 def accumulator_type(rows: int) -> plgpu.ShapeDtypeStruct:
@@ -69,63 +75,53 @@ def _times(a: Value, b: Value) -> Value:
     return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", a, b, result_types=m.i32())
 
 
-def _multiply(weights: list[Value], x: list[Value], acc: list[Value]) -> list[Value]:
-    return list(
-        mgpu.utils.inline_ptx(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-            *weights,
-            *x,
-            *acc,
-            result_types=[m.f32()] * 4,
-        )
-    )
+def fragments(words: Value, codes: bool, k64: int) -> list[list[Value]]:
+    """The weight fragments, as pairs of bfloat16, of four times 16 columns: columns 64 k64 .. + 63 of what lies in shared memory.
 
-
-def fragments(words: Value, lines: int, block: int, k64: int) -> list[list[Value]]:
-    """The weight fragments, as pairs of bfloat16, of four times 16 columns: those of half `k64` of a block in shared memory."""
+    `codes`: blocks of NVFP4, else of bfloat16.
+    """
     thread = m.thread()
-    if lines == BF16_LINES:
-        start = block * BF16_LINES * 128 + k64 * 2048
-        return [m.vector_at(words, m.add(m.shift(thread, 2), start + 512 * j), m.i32(), 4) for j in range(4)]
-    start = block * LINES * 128
-    packed = m.vector_at(words, m.add(m.shift(thread, 2), start + k64 * 512), m.i32(), 4)
-    scales = llvm.load(m.i32(), m.at(words, m.add(thread, start + (LINES - 1) * 128), m.i32()), alignment=4)
-    scale = [decode_scale(scales, 2 * k64 + h) for h in (0, 1)]
+    if not codes:
+        return [m.vector_at(words, m.add(m.shift(thread, 2), k64 * 2048 + 512 * j), m.i32(), 4) for j in range(4)]
+    start, half = k64 // 2 * LINES * 128, k64 % 2
+    packed = m.vector_at(words, m.add(m.shift(thread, 2), start + half * 512), m.i32(), 4)
+    scales = m.load(words, m.add(thread, start + (LINES - 1) * 128), m.i32())
+    scale = [decode_scale(scales, 2 * half + h) for h in (0, 1)]
     return [[_times(pair, scale[i % 2]) for i, pair in enumerate(decode_word(word))] for word in packed]
 
 
-def multiply_unit(blocks: int, lines: int, rows: int, x_rows: int, x_stride: int) -> Callable:
-    """acc += weights @ x.T over `blocks` blocks of columns, as f(acc, words [blocks * lines, 128], x); returns the new acc.
+def multiply_unit(product: Product) -> Callable:
+    """acc += weights @ x.T over the columns of a stage, as f(acc, words [lines, 128], x, q); returns the new acc.
 
-    acc has `rows` columns. x is in shared memory, `x_rows` (a power of two) rows of `x_stride` elements, pieces of 16 bytes where
-    `load_rows` puts them; columns of acc past those rows repeat them.
+    acc has `product.rows` columns. x is a stage of rows in shared memory, `x_columns` elements each, pieces of 16 bytes where
+    `load_rows` puts them, of which those of part `q` of the split are taken; columns of acc past those rows repeat them.
     """
+    rows, x_rows, stride = product.rows, product.x_rows, product.x_columns
     acc_type = accumulator_type(rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF), return_type=acc_type)
-    def run(_: Any, acc: mgpu.FragmentedArray, words: Value, x: Value) -> mgpu.FragmentedArray:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, _REF, SCALAR), return_type=acc_type)
+    def run(_: Any, acc: mgpu.FragmentedArray, words: Value, x: Value, q: Any) -> mgpu.FragmentedArray:
         total = registers_of(acc)
         words, x = mgpu.utils.memref_ptr(words), mgpu.utils.memref_ptr(x)
         _, g, c = m.lane()
         row = m.both(g, x_rows - 1)
-        start = m.multiply(row, x_stride // 2)
+        start = m.add(m.multiply(row, stride // 2), m.multiply(m.scalar(q), product.columns // 2))
         pieces = [m.add(start, m.shift(arith.xori(m.add(m.shift(c, 1), i), m.both(row, 7)), 2)) for i in (0, 1)]
-        for block in range(blocks):
-            for k64 in range(2):
-                weights = fragments(words, lines, block, k64)
-                for n in range(rows // 8):
-                    offset = (block * BLOCK_COLUMNS + k64 * 64 + 8 * (n % max(1, x_rows // 8)) * x_stride) // 2
-                    columns = [v for piece in pieces for v in m.vector_at(x, m.add(piece, offset), m.i32(), 4)]
-                    for j in range(4):
-                        total[n] = _multiply(weights[j], columns[2 * j : 2 * j + 2], total[n])
+        for k64 in range(product.columns // 64):
+            weights = fragments(words, product.lines == LINES, k64)
+            for n in range(rows // 8):
+                offset = (k64 * 64 + 8 * (n % max(1, x_rows // 8)) * stride) // 2
+                columns = [v for piece in pieces for v in m.vector_at(x, m.add(piece, offset), m.i32(), 4)]
+                for j in range(4):
+                    total[n] = m.multiply_add(weights[j], columns[2 * j : 2 * j + 2], total[n])
         return _accumulator(total)
 
     return run
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=())
-def put_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> tuple[()]:
-    """Lay an accumulator into as many floats of shared memory, in no order but `add_partial`'s."""
+def put_handed(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> tuple[()]:
+    """Lay an accumulator into as many floats of shared memory, in no order but `add_handed`'s."""
     for n, four in enumerate(registers_of(acc)):
         value = vector.from_elements(ir.VectorType.get((4,), m.f32()), four)
         at = m.add(m.shift(m.thread(), 2), 512 * n)
@@ -133,8 +129,8 @@ def put_partial(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> tuple[()]:
     return ()
 
 
-def add_partial(rows: int) -> Callable:
-    """acc plus what `put_partial` laid there, as f(acc, ref)."""
+def add_handed(rows: int) -> Callable:
+    """acc plus what `put_handed` laid there, as f(acc, ref)."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF), return_type=accumulator_type(rows))
     def run(_: Any, acc: mgpu.FragmentedArray, ref: Value) -> mgpu.FragmentedArray:
@@ -147,10 +143,10 @@ def add_partial(rows: int) -> Callable:
     return run
 
 
-def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool) -> Callable:
+def load_rows(columns: int, x_rows: int, width: int, gather: bool) -> Callable:
     """Start to copy `columns` columns of `used` rows of x into shared memory, as f(x, token, to, row, used, column).
 
-    Row i is row token[row + i] of x [., width] if `gather`, else row + i; it lands x_stride elements after row i - 1 of `to`. Of
+    Row i is row token[row + i] of x [., width] if `gather`, else row + i; it lands `columns` elements after row i - 1 of `to`. Of
     its pieces of 16 bytes, every eight trade places by the exclusive or with i, so that eight lanes that read one piece each of
     eight rows, or two each of four, meet no bank twice. `await_rows` waits.
     """
@@ -171,7 +167,7 @@ def load_rows(columns: int, x_rows: int, x_stride: int, width: int, gather: bool
                 place = m.shift(arith.xori(piece, m.both(i, 7)), 3)
                 mgpu.utils.inline_ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
-                    m.at(to, m.add(m.multiply(i, x_stride), place), bf16),
+                    m.at(to, m.add(m.multiply(i, columns), place), bf16),
                     m.at(x, index, bf16),
                 )
         mgpu.utils.inline_ptx("cp.async.commit_group;")
@@ -202,19 +198,50 @@ def store_hidden(width: int) -> Callable:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 5), return_type=())
     def run(_: Any, acc: Any, hidden: Value, row: Any, used: Any, block: Any, gate_scale: Any, up_scale: Any) -> tuple[()]:
         row, used, block, gate_scale, up_scale = (m.scalar(a) for a in (row, used, block, gate_scale, up_scale))
-        hidden, bf16 = mgpu.utils.memref_ptr(hidden), ir.BF16Type.get()
-        w, g, c = m.lane()
-        channel = m.add(m.shift(m.shift(block, -1), 6), m.shift(m.shift(g, -1), 4), m.shift(m.both(block, 1), 3))
-        channel = m.add(channel, m.shift(w, 1), m.both(g, 1))
-        for n, i in itertools.product(range(acc.shape[1] // 8), (0, 1)):
-            column, four = m.add(m.shift(c, 1), 8 * n + i), registers_of(acc)[n]
-            with mgpu.utils.when(m.less(column, used)):
-                value = swiglu(arith.mulf(four[i], gate_scale), arith.mulf(four[2 + i], up_scale))
-                index = arith.addi(arith.muli(m.wide(m.add(row, column)), m.wide(width)), m.wide(channel))
-                llvm.store(arith.truncf(bf16, value), m.at(hidden, index, bf16))
+
+        def value(gate: Value, up: Value, _: Value) -> Value:
+            return swiglu(arith.mulf(gate, gate_scale), arith.mulf(up, up_scale))
+
+        _store_channels(acc, hidden, width, row, used, block, value)
         return ()
 
     return run
+
+
+def store_shared_hidden(width: int, shared: int) -> Callable:
+    """The same for `shared` experts side by side, as f(acc, hidden, row, used, block, weights): a token's hidden values are
+    multiplied with its weight [T, shared] for the expert that they belong to.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _REF, *[SCALAR] * 3, _REF), return_type=())
+    def run(_: Any, acc: Any, hidden: Value, row: Any, used: Any, block: Any, weights: Value) -> tuple[()]:
+        row, used, block = (m.scalar(a) for a in (row, used, block))
+        weights, expert = mgpu.utils.memref_ptr(weights), arith.divui(block, m.as_int(width // shared // 32))
+
+        def value(gate: Value, up: Value, token: Value) -> Value:
+            weight = m.load(weights, m.add(m.multiply(token, shared), expert), m.f32())
+            return arith.mulf(swiglu(gate, up), weight)
+
+        _store_channels(acc, hidden, width, row, used, block, value)
+        return ()
+
+    return run
+
+
+def _store_channels(
+    acc: mgpu.FragmentedArray, hidden: Value, width: int, row: Value, used: Value, block: Value, value: Callable
+) -> None:
+    """value(gate, up, row of hidden) for each of the accumulator's channels and rows."""
+    hidden, bf16 = mgpu.utils.memref_ptr(hidden), ir.BF16Type.get()
+    w, g, c = m.lane()
+    channel = m.add(m.shift(m.shift(block, -1), 6), m.shift(m.shift(g, -1), 4), m.shift(m.both(block, 1), 3))
+    channel = m.add(channel, m.shift(w, 1), m.both(g, 1))
+    for n, i in itertools.product(range(acc.shape[1] // 8), (0, 1)):
+        column, four = m.add(m.shift(c, 1), 8 * n + i), registers_of(acc)[n]
+        with mgpu.utils.when(m.less(column, used)):
+            target = m.add(row, column)
+            index = arith.addi(arith.muli(m.wide(target), m.wide(width)), m.wide(channel))
+            llvm.store(arith.truncf(bf16, value(four[i], four[2 + i], target)), m.at(hidden, index, bf16))
 
 
 def swiglu(gate: Value, up: Value) -> Value:
@@ -265,21 +292,15 @@ def await_count(_: Any, counters: Value, index: Any, count: Any) -> tuple[()]:
 
 
 def _arrive(pointer: Value, count: Value) -> Value:
-    """Add one; whether that made `count`, for all threads alike. The last to arrive sees what all the others wrote, and resets to
-    zero.
-    """
+    """Add one; whether that made `count`, for all threads alike. The last to arrive sees what all the others wrote."""
     mgpu.utils.warpgroup_barrier()
     i1 = ir.IntegerType.get_signless(1)
-    first = arith.cmpi(arith.CmpIPredicate.eq, m.thread(), m.as_int(0))
-    branch = scf.IfOp(first, [i1], has_else=True)
+    branch = scf.IfOp(m.equal(m.thread(), 0), [i1], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         before = mgpu.utils.inline_ptx(
             "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", pointer, result_types=m.i32(), has_side_effects=True
         )
-        last = arith.cmpi(arith.CmpIPredicate.eq, m.add(before, 1), count)
-        with mgpu.utils.when(last):
-            mgpu.utils.inline_ptx("st.relaxed.gpu.global.u32 [$0], $1;", pointer, m.as_int(0))
-        scf.yield_([last])
+        scf.yield_([m.equal(m.add(before, 1), count)])
     assert branch.else_block is not None  # has_else
     with ir.InsertionPoint(branch.else_block):
         scf.yield_([arith.constant(i1, 0)])
@@ -292,46 +313,53 @@ def _arrive(pointer: Value, count: Value) -> Value:
     )
 
 
-def combine(tokens: int, choices: int, width: int, slots: int) -> Callable:
-    """Count this warpgroup's arrival at 64 columns, and weigh and add their rows if it is the last of `count`.
+def combine(plan: Plan) -> Callable:
+    """Count this warpgroup's arrival at 64 columns, and weigh and add their rows if it is the last of all slots.
 
-    As f(counters, column, count, y, place, weights, out): out[t, column + i] = sum_a weights[t, a] * y[place[t, a], column + i]
-    in the order of a, whoever comes last; a negative place contributes nothing. counters [slots + width / 64 + 1] are for slots,
-    for columns and for columns that are done; who does the last zeroes all, so that the next call finds them so.
+    As f(counters, column, count of routed slots, y, place, weights, out): out[t, column + i] = sum_a weights[t, a] *
+    y[place[t, a], column + i] in the order of a, whoever comes last, and then the row of the shared experts; a negative place
+    contributes nothing.
     """
-    blocks = width // 64
+    slots = plan.slots + plan.shared_slots
 
     @plgpu.inline_mgpu(arg_types=(_REF, SCALAR, SCALAR, _REF, _REF, _REF, _REF), return_type=())
     def run(_: Any, counters: Value, column: Any, count: Any, y: Value, place: Value, weights: Value, out: Value) -> tuple[()]:
-        counters, column, count = mgpu.utils.memref_ptr(counters), m.scalar(column), m.scalar(count)
+        counters, column = mgpu.utils.memref_ptr(counters), m.scalar(column)
+        count = m.add(m.scalar(count), plan.shared_slots)
         with mgpu.utils.when(_arrive(m.at(counters, m.add(m.shift(column, -6), slots), m.i32()), count)):
-            _weigh(tokens, choices, width, column, y, place, weights, out)
-            with mgpu.utils.when(_arrive(m.at(counters, slots + blocks, m.i32()), m.as_int(blocks))):
-                for start in range(0, slots, 128):
-                    i = m.add(m.thread(), start)
-                    with mgpu.utils.when(m.less(i, slots)):
-                        llvm.store(m.as_int(0), m.at(counters, i, m.i32()), alignment=4)
+            _weigh(plan, column, y, place, weights, out)
         return ()
 
     return run
 
 
-def combine_nothing(tokens: int, choices: int, width: int) -> Callable:
+def combine_nothing(plan: Plan) -> Callable:
     """`combine` where no row exists to wait for, as f(column, y, place, weights, out): zeros."""
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, _REF, _REF, _REF, _REF), return_type=())
     def run(_: Any, column: Any, y: Value, place: Value, weights: Value, out: Value) -> tuple[()]:
-        _weigh(tokens, choices, width, m.scalar(column), y, place, weights, out)
+        _weigh(plan, m.scalar(column), y, place, weights, out)
         return ()
 
     return run
 
 
-def _weigh(tokens: int, choices: int, width: int, column: Value, *refs: Value) -> None:
+def _weigh(plan: Plan, column: Value, *refs: Value) -> None:
     """Sixteen threads take four columns each of a token, eight tokens at a time."""
     y, place, weights, out = (mgpu.utils.memref_ptr(ref) for ref in refs)
+    tokens, choices, width = plan.tokens, plan.choices, plan.width
     column = m.add(column, m.shift(m.both(m.thread(), 15), 2))
     bound = arith.constant(m.i32(), -(-tokens // 8))
+
+    def four_of(row: Value) -> Any:
+        # Other processors wrote these, so they are read past this one's own cache; all choices before the first is used.
+        index = arith.addi(arith.muli(m.wide(row), m.wide(width)), m.wide(column))
+        return mgpu.utils.inline_ptx(
+            "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];",
+            m.at(y, index, m.f32()),
+            result_types=[m.f32()] * 4,
+            has_side_effects=True,
+        )
 
     @mgpu.utils.fori(bound, [])
     def _(step: Value, _carry: list) -> list:
@@ -341,22 +369,16 @@ def _weigh(tokens: int, choices: int, width: int, column: Value, *refs: Value) -
             rows = []
             for a in range(choices):
                 at = m.add(m.multiply(token, choices), a)
-                row = llvm.load(m.i32(), m.at(place, at, m.i32()), alignment=4)
-                weight = llvm.load(m.f32(), m.at(weights, at, m.f32()), alignment=4)
+                row, weight = m.load(place, at, m.i32()), m.load(weights, at, m.f32())
                 there = arith.cmpi(arith.CmpIPredicate.sge, row, m.as_int(0))
-                index = arith.addi(arith.muli(m.wide(arith.maxsi(row, m.as_int(0))), m.wide(width)), m.wide(column))
-                # Other processors wrote these, so they are read past this one's own cache; all choices before the first is used.
-                values = mgpu.utils.inline_ptx(
-                    "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];",
-                    m.at(y, index, m.f32()),
-                    result_types=[m.f32()] * 4,
-                    has_side_effects=True,
-                )
-                rows.append((there, weight, values))
+                rows.append((there, weight, four_of(arith.maxsi(row, m.as_int(0)))))
+            rest = four_of(m.add(token, plan.pairs)) if plan.shared else None
             for there, weight, values in rows:
                 for i, value in enumerate(values):
                     # A select, not a product with zero: a row that is not there may hold anything.
                     total[i] = arith.addf(total[i], arith.select(there, arith.mulf(weight, value), m.as_float(0.0)))
+            if rest is not None:
+                total = [arith.addf(a, b) for a, b in zip(total, rest, strict=True)]
             bf16 = ir.BF16Type.get()
             stored = vector.from_elements(ir.VectorType.get((4,), bf16), [arith.truncf(bf16, t) for t in total])
             index = arith.addi(arith.muli(m.wide(token), m.wide(width)), m.wide(column))

@@ -22,6 +22,15 @@ class Groups(NamedTuple):
     counters: Int32[Array, " C"]  # zeros, for a kernel to count in; left as zeros
 
 
+class Grouping(NamedTuple):
+    """What `group` is asked for besides what was chosen."""
+
+    experts: int
+    rows: int  # the most of a slot
+    counters: int
+    align: int = 1
+
+
 def slots_needed(tokens: int, choices: int, experts: int, rows: int) -> int:
     """The most slots of `rows` rows that so many tokens, choices and experts can need."""
     total = tokens * choices

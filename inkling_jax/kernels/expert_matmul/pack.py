@@ -60,6 +60,14 @@ class Packed(NamedTuple):
         return self.scale2.ndim == 2
 
 
+class Shared(NamedTuple):
+    """Experts that every token takes, side by side as one: w13 of [1, 2, J F, D] and w2 of [1, D, J F], and their weights."""
+
+    weights: Float[Array, "T J"]
+    w13: Packed
+    w2: Packed
+
+
 def fits(rows: int, columns: int) -> bool:
     """Whether weights of so many rows (of gate and up: each) and columns can be packed."""
     return rows % BLOCK_ROWS == 0 and columns % BLOCK_COLUMNS == 0

@@ -37,6 +37,14 @@ def add(*terms: Operand) -> Value:
     return total
 
 
+def subtract(a: Operand, b: Operand) -> Value:
+    return arith.subi(as_int(a), as_int(b))
+
+
+def choose(condition: Value, a: Operand, b: Operand) -> Value:
+    return arith.select(condition, as_int(a), as_int(b))
+
+
 def multiply(a: Operand, b: Operand) -> Value:
     return arith.muli(as_int(a), as_int(b))
 
@@ -59,6 +67,10 @@ def shift(a: Operand, left: int) -> Value:
 def less(a: Operand, b: Operand) -> Value:
     """Whether a < b, both signed."""
     return arith.cmpi(arith.CmpIPredicate.slt, as_int(a), as_int(b))
+
+
+def equal(a: Operand, b: Operand) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, as_int(a), as_int(b))
 
 
 def thread() -> Value:
@@ -88,6 +100,35 @@ def vector_at(pointer: Value, index: Operand, dtype: ir.Type, length: int) -> li
     return [vector.extract(loaded, [], [i]) for i in range(length)]
 
 
+def load(pointer: Value, index: Operand, dtype: ir.Type) -> Value:
+    """An element of 4 bytes."""
+    return llvm.load(dtype, at(pointer, index, dtype), alignment=4)
+
+
+def store(pointer: Value, index: Operand, value: Value) -> None:
+    """Write an element of 4 bytes."""
+    llvm.store(value, at(pointer, index, value.type), alignment=4)
+
+
+def store_vector(pointer: Value, index: Operand, values: list[Value], dtype: ir.Type) -> None:
+    """Write elements of 4 bytes at once."""
+    vector_type = ir.VectorType.get((len(values),), dtype)
+    llvm.store(vector.from_elements(vector_type, values), at(pointer, index, dtype), alignment=4 * len(values))
+
+
 def scalar(array: mgpu.FragmentedArray) -> Value:
     """The one register of a number that all threads share."""
     return array.registers.item()
+
+
+def multiply_add(weights: list[Value], x: list[Value], acc: list[Value]) -> list[Value]:
+    """mma.m16n8k16: four registers of bfloat16 pairs by two, added to four of float32."""
+    return list(
+        mgpu.utils.inline_ptx(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            *weights,
+            *x,
+            *acc,
+            result_types=[f32()] * 4,
+        )
+    )
