@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_jax.errors import CheckpointError, InputError
@@ -362,6 +362,7 @@ def test_a_template_that_miscounts_media(tokenizer: Tokenizer, source: str, wrot
         ChatTemplate(source, "t.jinja", tokenizer, {}).render([message])
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(texts=st.lists(HOSTILE, min_size=2, max_size=2), name=HOSTILE)
 def test_hostile_texts_around_media(released: ChatTemplate, texts: list[str], name: str):
     """A text that spells a placeholder stays text, in the built-in format and in a template, and the item keeps its place."""
@@ -404,6 +405,7 @@ def test_template(template: ChatTemplate):
     assert template.render([USER], effort="low", add_generation_prompt=False)[-1] == Text("effort low")
 
 
+@settings(deadline=None)
 @given(parts=st.lists(HOSTILE, min_size=1, max_size=4))
 def test_no_user_text_becomes_a_control_token_in_a_template(template: ChatTemplate, parts: list[str]):
     message = {"role": "user", "content": [{"type": "text", "text": p} for p in parts]}
@@ -416,6 +418,7 @@ def test_no_user_text_becomes_a_control_token_in_a_template(template: ChatTempla
     assert template.render([message], add_generation_prompt=False) == [*opened, *trimmed, Control("<|end_message|>")]
 
 
+@settings(deadline=None)
 @given(text=HOSTILE)
 def test_no_user_text_becomes_a_control_token_in_the_built_in_format(tokenizer: Tokenizer, text: str):
     ids = encode_segments(render([{"role": "user", "content": text}]), tokenizer)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import CALL, END, MODEL, OVER, SAY, THINK, ScriptedEngine, demo_tokenizer, ids_of, scripted_llm
 from text_checkpoint import USABLE, write_text_checkpoint
@@ -114,6 +114,7 @@ def test_a_stop_string_cuts_reasoning_and_answer(tokenizer: Tokenizer, ids: Ids,
         assert engine_of(llm).cancelled == [0]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     blocks=st.lists(st.tuples(st.sampled_from([THINK, SAY]), st.text("aeé€th", max_size=8)), max_size=4),
     stop=st.text("aeé€th", min_size=1, max_size=3),

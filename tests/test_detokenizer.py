@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -56,6 +56,7 @@ def byte_ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
     return ids
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(ids=IDS, cuts=CUTS)
 def test_joined_pushes_are_the_decoding(tokenizer, library, ids: list[int], cuts: list[int]):
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -63,6 +64,7 @@ def test_joined_pushes_are_the_decoding(tokenizer, library, ids: list[int], cuts
     assert detokenizer.stopped is None and detokenizer.kept_tokens == len(ids)
 
 
+@settings(deadline=None)
 @given(text=st.text(), cuts=CUTS)
 @example(text="\U0001f468‍\U0001f469 é€", cuts=[])
 def test_no_half_characters(tokenizer, library, text: str, cuts: list[int]):
@@ -93,6 +95,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
+@settings(deadline=None)
 @given(text=st.text("abé€x", max_size=25), stops=STOPS, cuts=CUTS, merged=st.booleans())
 @example(text="aaab", stops=["aab"], cuts=[1, 2, 3], merged=False)
 @example(text="abab€", stops=["ab€", "b"], cuts=[], merged=False)
@@ -137,6 +140,7 @@ def test_control_tokens_are_no_text_but_count(tokenizer):
     assert detokenizer.push(ids) == "q" and detokenizer.kept_tokens == 4
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, SIZE - 1), max_size=12), stops=STOPS, cuts=CUTS)
 def test_tokens_are_kept_when_all_their_text_is_out(tokenizer, library, ids: list[int], stops: list[str], cuts: list[int]):
     """However the ids are cut: never fewer than before, none that has bytes held back, and in the end the same."""
