@@ -6,14 +6,14 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import inkling_jax
 from inkling_jax.convert.weight_map import WeightPlan
 
 _KEPT = (".json", ".jinja", ".txt", ".model", ".md")  # configuration, tokenizer, templates, licence
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 22
 
 
 def copied_files(source: Path) -> list[Path]:
@@ -39,17 +39,12 @@ def state_of(files: list[Path], directory: Path) -> dict[str, list[int]]:
 
 def sha256(file: Path, advance: Callable[[int], None] = lambda nbytes: None) -> str:
     """The hash of a file's content; `advance` hears of the bytes read."""
-    found = hashlib.sha256()
-    for block in _blocks(file):
-        found.update(block)
-        advance(len(block))
+    found, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    with open(file, "rb", buffering=0) as stream:
+        while nbytes := stream.readinto(buffer):
+            found.update(buffer[:nbytes])
+            advance(nbytes)
     return found.hexdigest()
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
-    with open(file, "rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            yield block
 
 
 def versions() -> dict[str, str]:
