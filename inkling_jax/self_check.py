@@ -20,9 +20,10 @@ from jaxtyping import Float
 from inkling_jax.command_line import start_jax
 from inkling_jax.config import preset
 from inkling_jax.expert_storage import kernels_refused
-from inkling_jax.kernels import expert_matmul, paged_attention
+from inkling_jax.kernels import expert_matmul, paged_attention, router
 from inkling_jax.kernels.expert_matmul import cases as expert_cases
 from inkling_jax.kernels.paged_attention import cases as attention_cases
+from inkling_jax.kernels.router import cases as router_cases
 
 EXACT, ROUNDED = 1e-4, 2e-2  # relative errors (2-norm) allowed in float32, and of bfloat16 kernels
 PAGE_SIZE = 64
@@ -115,7 +116,45 @@ def attention() -> Subject:
     )
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {"expert_matmul": experts, "paged_attention": attention}
+def routing() -> Subject:
+    """Weights of the experts that eight tokens choose, all scales applied, in a table of all experts (spec 2.6)."""
+    case = router_cases.CASES[2]
+    statics: dict[str, Any] = {"chosen": case.chosen, "route_scale": 8.0}
+
+    def table(made: router.Routing) -> jax.Array:
+        every = jnp.zeros((case.tokens, case.experts)).at[jnp.arange(case.tokens)[:, None], made.experts].set(made.weights)
+        return jnp.concatenate([every, made.shared], axis=1)
+
+    def sm90(given: Mapping[str, Any]) -> Any:
+        from inkling_jax.kernels.expert_matmul.group import Grouping
+        from inkling_jax.kernels.router import sm90 as kernel
+
+        wanted = Grouping(experts=case.held, rows=8, counters=1)
+        everything: dict[str, Any] = {"valid": jnp.ones(case.tokens, bool), "first": jnp.int32(0), "wanted": wanted}
+        return table(kernel.route(**given, **statics, **everything)[0])
+
+    def inputs() -> dict[str, Any]:
+        return {name: value for name, value in router_cases.inputs(case).items() if name not in statics}
+
+    def reference(given: Mapping[str, Any]) -> Any:
+        return table(router.route(**given, **statics))
+
+    return Subject(case.name, inputs, reference, sm90, lambda given: _routing(given, **statics))
+
+
+def _routing(given: Mapping[str, Any], chosen: int, route_scale: float) -> Answer:
+    x, weight, bias = (np.asarray(given[name]).astype(np.float64) for name in ("x", "weight", "bias"))
+    sigmoid = 1 / (1 + np.exp(-x @ weight.T))
+    scale = route_scale * float(given["global_scale"])
+    out = np.zeros_like(sigmoid)
+    for row, values in enumerate(sigmoid):
+        best = np.argsort(-(values[: len(bias)] + bias), kind="stable")[:chosen]
+        taken = [*best, *range(len(bias), len(values))]
+        out[row, taken] = values[taken] / values[taken].sum() * scale
+    return out
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"expert_matmul": experts, "paged_attention": attention, "router": routing}
 
 
 def check(kernel: str, implementation: str) -> Check:
