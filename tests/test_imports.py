@@ -71,6 +71,7 @@ RULES = [
     Rule("loading", never=("outputs", "conversation", "llm", *PROGRAMS)),
     Rule("conversation", never=("loading", *PROGRAMS)),
     Rule("llm", never=PROGRAMS),
+    Rule("demo_model", only=("config*", "convert", "inputs"), without=("jax", "jaxlib", "flax")),
     Rule("command_line", only=("errors",)),
     Rule("terminal", never=("bench", "benchmarks", "chat_loop", "generate*")),
     Rule("chat_loop", never=("bench", "benchmarks", "generate*")),
