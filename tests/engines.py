@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from inkling_jax.cache.paged import CacheShape
@@ -23,11 +22,13 @@ from inkling_jax.convert.load import load_parameters
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import Engine, EngineOptions, Output
+from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs
-from inkling_jax.model import Inkling
+from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.sharding.mesh import make_mesh
+from inkling_jax.towers import Towers
 
 SLOTS, CONTEXT = 4, 512
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -35,13 +36,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A checkpoint on the device in float32, and its programs. `paths` name the leaves."""
+    """A checkpoint on the device in float32, and its programs. `paths` name the leaves; `media` has the towers."""
 
     config: ModelConfig
     programs: Programs
     leaves: list[jax.Array]
     paths: list[str]
     sharding: NamedSharding
+    media: MediaRunner
 
 
 @functools.cache
@@ -52,9 +54,11 @@ def model(directory: Path) -> Model:
     mesh = make_mesh()
     sharding = NamedSharding(mesh, PartitionSpec())
     declared = Inkling(config.text, plan.packed, jnp.float32)
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(declared))]
+    towers = Towers(config.vision, config.audio, jnp.float32)
+    paths, tower_paths = list(flat_parameters(declared)), list(flat_parameters(towers))
     arrays = load_parameters(plan, dtype=jnp.float32, device=sharding)
-    return Model(config, Programs(declared, mesh, jnp.float32), [arrays[path] for path in paths], paths, sharding)
+    media = MediaRunner(towers, [arrays[path] for path in tower_paths], mesh, jnp.float32)
+    return Model(config, Programs(declared, mesh, jnp.float32), [arrays[path] for path in paths], paths, sharding, media)
 
 
 def cache_shape(page: int = 16, pages: int | None = None, max_query: int = 24) -> CacheShape:
@@ -87,6 +91,7 @@ def engine(
         banned=tuple(i for i in (config.image_token_id, config.audio_token_id) if i is not None),
         default_stop_ids=(config.eos_token_id,),
         options=EngineOptions(chunk, tokens_per_call, ahead),
+        media=shared.media,
     )
 
 

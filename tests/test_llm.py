@@ -63,6 +63,22 @@ def test_oracle_through_the_public_names(oracle_dir: Callable[..., Path], expect
         assert np.linalg.norm(logits - wanted) <= 1e-4 * np.linalg.norm(wanted)
 
 
+def test_media_through_the_public_names(idle: LLM) -> None:
+    """A raw prompt and a conversation with an image and a wave, prepared by its processor; placeholders are banned."""
+    control = idle.tokenizer.control if idle.tokenizer else {}
+    assert set(idle.engine.banned) == {control["image_slot"], control["audio_slot"]}
+    image, wave = np.zeros((40, 40, 3), np.uint8), (np.zeros(1600, np.float32), 16000)
+    parts = [{"type": "image", "image": image}, {"type": "audio", "audio": wave}, "?"]
+    prompt = idle.processor.prompt(parts)
+    ids = list(prompt.token_ids)
+    assert (ids.count(control["image_slot"]), ids.count(control["audio_slot"])) == (6, 2)  # at twice its size: 2 rows of 3
+    asked = idle.chat_prompt([{"role": "user", "content": parts}])
+    assert [len(asked.images[0]), len(asked.audios[0])] == [6, 2] and len(asked.token_ids) > len(ids)
+    (made,) = idle.generate(prompt, GREEDY)
+    (blind,) = idle.generate(dataclasses.replace(prompt, images=[1 - prompt.images[0]]), GREEDY)
+    assert made.token_ids != blind.token_ids and made.prompt_tokens == len(ids)
+
+
 def test_what_is_one_prompt(idle: LLM) -> None:
     """A text, a list of ids and a Prompt are one; a list of them is one each, in order."""
     assert idle.tokenizer is not None
