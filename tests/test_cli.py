@@ -89,7 +89,7 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(cli: Cli, answer: dict) -> N
     assert done.returncode == 0
     assert done.stdout == answer["text"] + "\n"
     assert "compiled programs are kept in" in done.stderr and "inkling_jax/xla" in done.stderr
-    assert "3 layers, float32, 1 x cpu; weights" in done.stderr and "at most 128 a sequence" in done.stderr
+    assert "3 layers, float32, 1 x cpu; a device holds weights of" in done.stderr and "at most 128 a sequence" in done.stderr
     assert "the reference path" in done.stderr
     assert "20 tokens made, the first after" in done.stderr and "finished: length; loaded in" in done.stderr
 
