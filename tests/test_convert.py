@@ -308,6 +308,20 @@ def test_a_journal_cut_short_and_files_cut_short_are_done_again(
     assert held(conversion.destination) == held(source)
 
 
+def test_a_source_that_changes_meanwhile_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = Path(shutil.copytree(source, tmp_path / "changing"))
+    write = orbax_store.ArrayWriter.write
+
+    def touching(self: orbax_store.ArrayWriter, box: tuple[slice, ...], values: np.ndarray) -> None:
+        os.utime(changing / "config.json")
+        write(self, box, values)
+
+    monkeypatch.setattr(orbax_store.ArrayWriter, "write", touching)
+    with pytest.raises(CheckpointError, match="changing: its files changed while they were read; remove .*model.partial"):
+        convert(Conversion.of(changing, tmp_path / "model"), quiet=True)
+    assert not (tmp_path / "model").exists()
+
+
 def test_one_process_at_a_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inkling_jax.convert.journal import Journal
 

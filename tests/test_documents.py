@@ -14,11 +14,18 @@ import pytest
 
 import inkling_jax
 from inkling_jax import LLM, ChatDelta, Completion, Delta, bench, doctor, generate_options, plan
+from inkling_jax.convert import __main__ as convert
 from inkling_jax.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PARSERS = {"generate": generate_options.make_parser, "bench": bench._parser, "plan": plan._parser, "doctor": doctor._parser}
+PARSERS = {
+    "generate": generate_options.make_parser,
+    "convert": convert._parser,
+    "bench": bench._parser,
+    "plan": plan._parser,
+    "doctor": doctor._parser,
+}
 
 
 def commands(text: str) -> list[list[str]]:

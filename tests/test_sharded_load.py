@@ -145,7 +145,7 @@ def test_blocks_tile_an_array(shape: tuple[int, ...], limit: int) -> None:
 
 
 def test_blocks_keep_to_the_grain() -> None:
-    boxes = list(blocks((10, 7), (0, 1), (4, 7), 30))
+    boxes = list(blocks((10, 7), (0, 1), (4, 7), 40))
     assert [box[0] for box in boxes] == [slice(0, 4), slice(4, 8), slice(8, 10)] and len(boxes) == 3
 
 

@@ -28,18 +28,7 @@ examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = Parser(prog="python -m inkling_jax.convert", description=_DESCRIPTION, epilog=_EXAMPLES + EXIT_CODES)
-    parser.add_argument("source", metavar="SRC", help="a checkpoint directory in the published layout, or a hub id")
-    parser.add_argument("destination", metavar="DST", type=Path, help="a directory that is not there yet, or empty")
-    parser.add_argument(
-        "--mesh",
-        metavar="AXIS=N,...",
-        help="cut the files for the devices of this mesh; any other can load them too (default: for up to 16 devices an axis)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and whether it fits")
-    parser.add_argument("--verify", action="store_true", help="compare DST with SRC bit for bit, once it is written")
-    add_message_options(parser)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
 
     def command() -> int:
         import jax
@@ -74,6 +63,21 @@ def main(arguments: list[str] | None = None) -> int:
     set_up_messages(options.verbose, options.quiet)
     signal.signal(signal.SIGTERM, _interrupt)
     return run(command)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m inkling_jax.convert", description=_DESCRIPTION, epilog=_EXAMPLES + EXIT_CODES)
+    parser.add_argument("source", metavar="SRC", help="a checkpoint directory in the published layout, or a hub id")
+    parser.add_argument("destination", metavar="DST", type=Path, help="a directory that is not there yet, or empty")
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="cut the files for the devices of this mesh; any other can load them too (default: for up to 16 devices an axis)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and whether it fits")
+    parser.add_argument("--verify", action="store_true", help="compare DST with SRC bit for bit, once it is written")
+    add_message_options(parser)
+    return parser
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
