@@ -137,8 +137,7 @@ def layout_of(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, op
     Towers are those that the configuration has, and the checkpoint, where there is one.
     """
     packed = plan.packed if plan else packed_experts(config.text)
-    vision, audio = (plan is None or name in plan.towers for name in ("vision", "audio"))
-    towers = Towers(config.vision if vision else None, config.audio if audio else None, dtype)
+    towers = Towers.of(config, plan.towers if plan else ("vision", "audio"), dtype)
     media = KEEP_BYTES if flat_parameters(towers) else 0
     return Layout(config.text, Inkling(config.text, packed, dtype), towers, dtype, bool(packed), options.chunk, media)
 

@@ -27,5 +27,7 @@ class MediaItem:
         """A hash of the content, which says nothing of the place."""
         header = f"{self.tower} {self.values.dtype} {self.values.shape}".encode()
         content = hashlib.blake2b(header, digest_size=16)
-        content.update(np.ascontiguousarray(self.values).data)
+        # a still's time slots share their memory: what is there once is hashed once
+        distinct = self.values[tuple(slice(None) if stride else slice(1) for stride in self.values.strides)]
+        content.update(np.ascontiguousarray(distinct).data)
         return content.digest()

@@ -60,7 +60,7 @@ class Memory:
     weights: dict[str, int]
     cache: dict[str, int]  # keys and values of "global" and "local" layers, "conv" state
     slots: int  # the sampler's settings and counts, page tables, lengths
-    media: int  # rows that the towers made, kept for sequences that run
+    media: int  # rows that the towers made, kept for the next time that their content comes
     workspace: dict[str, int]  # of one step, by program
 
     @property

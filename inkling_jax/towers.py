@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax.numpy as jnp
 from flax import nnx
 
-from inkling_jax.config import AudioConfig, VisionConfig
+from inkling_jax.config import AudioConfig, ModelConfig, VisionConfig
 from inkling_jax.layers.audio import AudioTower
 from inkling_jax.layers.vision import VisionTower
 
@@ -19,6 +21,12 @@ class Towers(nnx.Module):
     def __init__(self, vision: VisionConfig | None, audio: AudioConfig | None, dtype: jnp.dtype):
         self.vision = VisionTower(vision, dtype) if vision is not None else None
         self.audio = AudioTower(audio, dtype) if audio is not None else None
+
+    @classmethod
+    def of(cls, config: ModelConfig, names: Collection[str], dtype: jnp.dtype) -> Towers:
+        """Those of the towers in `names`, "vision" and "audio", that the configuration has."""
+        vision, audio = (getattr(config, name) if name in names else None for name in ("vision", "audio"))
+        return cls(vision, audio, dtype)
 
     @property
     def names(self) -> frozenset[str]:

@@ -131,6 +131,20 @@ def test_content_is_computed_once(make: Make) -> None:
     assert image(5).digest == image(5, 8).digest != image(5, seed=1).digest
 
 
+def test_stills_are_told_apart_by_what_they_hold() -> None:
+    """Time slots that share their memory are looked at once, and every tile is."""
+    tiles = image(3).values[:, :1]
+    tiles[1] = tiles[0]
+
+    def still(tiles: np.ndarray) -> bytes:
+        return MediaItem("vision", np.broadcast_to(tiles, (len(tiles), 2, 40, 40, 3)), 0).digest
+
+    assert still(tiles) == still(tiles.copy())
+    other = tiles.copy()
+    other[2, 0, 39, 39, 2] += 1
+    assert len({still(tiles), still(other), still(tiles[:2]), still(tiles[:1]), still(tiles[1:])}) == 5
+
+
 def test_what_is_kept_is_bounded(make: Make) -> None:
     """The run used least recently goes first; a prompt whose rows went keeps its own until it is read."""
     runner = make(2 * PIECE_BYTES)
@@ -141,8 +155,10 @@ def test_what_is_kept_is_bounded(make: Make) -> None:
     runner.admit(2, [image(5, seed=2)])  # pushes 1 out
     assert counts(runner)["vision"] == 3 and len(runner._kept) == len(runner._known) == 2
     assert np.array_equal(runner.rows(16, [(1, 0, 5)]).rows, before)
-    runner.admit("again", [image(5, seed=0)])
+    runner.admit(1, [image(5, seed=1)])  # admitted already
+    runner.admit("yet again", [image(5, seed=0)])
     assert counts(runner)["vision"] == 3
+    runner.release(1)
     runner.admit(1, [image(5, seed=1)])
     assert counts(runner)["vision"] == 4
     assert np.array_equal(runner.rows(16, [(1, 0, 5)]).rows, before)

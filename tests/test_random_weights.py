@@ -14,8 +14,9 @@ from flax import nnx
 from inkling_jax.config import ModelConfig, TextConfig, preset
 from inkling_jax.errors import ConfigError
 from inkling_jax.model import Inkling
-from inkling_jax.random_weights import local_leaves, packed_experts, random_leaves
+from inkling_jax.random_weights import local_leaves, packed_experts, random_leaves, random_parameters
 from inkling_jax.sharding.mesh import make_mesh
+from inkling_jax.towers import Towers
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -130,6 +131,18 @@ def test_a_mesh_changes_no_value(tiny: Inkling, drawn: dict, axis: str, codes: t
     assert leaves["layers.3.mlp.router.bias"].addressable_shards[0].data.shape == bias
     with pytest.raises(ConfigError, match="kv_heads"):
         random_leaves(tiny, mesh=make_mesh({axis: 4}))
+
+
+def test_towers_too() -> None:
+    """A released shape comes with its towers (spec 4.2, 5): of how many bytes, and a part of them drawn."""
+    config = preset("inkling-small")
+    towers = Towers.of(config, ("vision", "audio"), jnp.bfloat16)
+    leaves = local_leaves(towers, {"tensor": 8})  # every rank has all
+    linears = 75 * 128 + 512 * 320 + 5120 * 4800 + 9600 * 4096
+    assert sum(math.prod(leaf.shape) for leaf in leaves.values()) == linears + 128 + 320 + 4800 + 4096 + 1281 * 4096
+    heard = dict(random_parameters(Towers.of(config, ("audio",), jnp.bfloat16)))
+    assert heard["audio.embed"].shape == (1280, 4096) and heard["audio.norm.weight"].shape == (4096,)
+    assert np.asarray(heard["audio.embed"], np.float32).std() == pytest.approx(1, rel=0.01)
 
 
 def test_order_is_that_of_the_state(tiny: Inkling) -> None:

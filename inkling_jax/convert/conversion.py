@@ -56,7 +56,8 @@ class Conversion:
             path: Grid.of(made.shape, dtypes[path].itemsize, _ways(path, made.shape, axes[path], mesh))
             for path, made in plan.parameters.items()
         }
-        return cls(source, destination, plan, dtypes, grids, dict(mesh) if mesh is not None else None)
+        place = Path(os.path.abspath(destination))  # "." has no name to put ".partial" after
+        return cls(source, place, plan, dtypes, grids, dict(mesh) if mesh is not None else None)
 
     @property
     def partial(self) -> Path:
@@ -74,6 +75,8 @@ class Conversion:
 
     def check_destination(self) -> None:
         """Raise CheckpointError for a place that holds something else."""
+        if os.path.ismount(self.destination) or self.destination.is_symlink():  # nothing can be renamed to that
+            raise CheckpointError(f"{self.destination}: is a mount or a link; give a directory that is not there yet, in it")
         for place in (self.destination, self.partial):
             if os.path.lexists(place) and not place.is_dir():
                 raise CheckpointError(f"{place}: exists and is not a directory; give a new one, or an empty one")
@@ -116,9 +119,8 @@ class Conversion:
 
 def _axes(config: ModelConfig, plan: WeightPlan) -> dict[str, Axes]:
     """The logical axes of each parameter."""
-    vision, audio = (getattr(config, name) if name in plan.towers else None for name in ("vision", "audio"))
     dtype = jnp.dtype("bfloat16")
-    modules = Inkling(config.text, plan.packed, dtype), Towers(vision, audio, dtype)
+    modules = Inkling(config.text, plan.packed, dtype), Towers.of(config, plan.towers, dtype)
     return {path: leaf.axes for module in modules for path, leaf in flat_parameters(module).items()}
 
 

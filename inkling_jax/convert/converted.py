@@ -78,8 +78,8 @@ def _declared(
 ) -> dict[str, tuple[tuple[int, ...], np.dtype | None]]:
     """Shape and dtype (None: the model's) of each parameter."""
     found: dict[str, tuple[tuple[int, ...], np.dtype | None]] = {}
-    vision, audio = (getattr(config, name) if name in towers else None for name in ("vision", "audio"))
-    for module in (Inkling(config.text, packed, jnp.dtype("bfloat16")), Towers(vision, audio, jnp.dtype("bfloat16"))):
+    dtype = jnp.dtype("bfloat16")
+    for module in (Inkling(config.text, packed, dtype), Towers.of(config, towers, dtype)):
         for path, leaf in flat_parameters(module).items():
             value = leaf.get_value()
             found[path] = value.shape, None if value.dtype == jnp.bfloat16 else np.dtype(value.dtype)

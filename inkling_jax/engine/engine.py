@@ -167,7 +167,6 @@ class Engine:
                     f"no slot or not enough pages for scoring a prompt of {len(token_ids)} tokens ({free} of {self.shape.slots} "
                     "slots are free): finish or cancel other requests first"
                 )
-            self.media.admit(sequence, media)
             # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
             sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
             length = min(self.options.chunk, SCORE_CHUNK)
@@ -191,7 +190,6 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        self.media.admit(sequence, request.media)
         key = request_key(request.params.seed, request.sample)
         values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
         values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
@@ -256,6 +254,8 @@ class Engine:
             self._grow(sequence, begin, end, entries)
         packed = [(s.slot, s.request.prompt_ids[begin:end], begin, end == s.prompt_length) for s, begin, end in parts]
         chunk = pack_chunk(packed, entries, self.shape)
+        for sequence, _, _ in parts:
+            self.media.admit(sequence, sequence.request.media)
         chunk = dataclasses.replace(chunk, media=self.media.rows(len(chunk.token_ids), parts))
         return chunk, context_bucket(max(end for _, _, end in parts), self.shape)
 

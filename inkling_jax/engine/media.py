@@ -72,7 +72,9 @@ class MediaRunner:
                 raise InputError(f"the prompt holds an item for the {item.tower} tower, which this model has not")
 
     def admit(self, owner: Hashable, items: Sequence[MediaItem]) -> None:
-        """Have the rows of a prompt's items made, each tower running once over all that are not known yet."""
+        """Have the rows of a prompt's items made, unless they are: each tower runs once over all that is not known yet."""
+        if owner in self._placed:
+            return
         for tower in self._programs:
             new = {item.digest: item for item in items if item.tower == tower and item.digest not in self._known}
             if new:
