@@ -440,9 +440,12 @@ def test_destinations_that_hold_something_are_refused(source: Path, converted: P
     strange.with_name("strange.partial").mkdir()
     (strange.with_name("strange.partial") / "notes.txt").write_text("mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path)
     for place, told in (
         (file, "file: exists and is not a directory"),
-        (tmp_path / "dangling", "dangling: exists and is not a directory"),
+        (tmp_path / "dangling", "dangling: is a mount or a link"),
+        (tmp_path / "link", "link: is a mount or a link"),
+        (Path("/"), "/: is a mount or a link"),
         (full, "full: is not empty"),
         (strange, "strange.partial: is no conversion under way"),
         (converted, "holds a finished conversion; --verify compares it"),
@@ -457,9 +460,11 @@ def test_destinations_that_hold_something_are_refused(source: Path, converted: P
         verify(Conversion.of(source, tmp_path / "none"), quiet=True)
 
 
-def test_an_empty_directory_will_do(source: Path, tmp_path: Path) -> None:
+def test_an_empty_directory_will_do(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory too."""
     (tmp_path / "model").mkdir()
-    convert(Conversion.of(source, tmp_path / "model"), quiet=True)
+    monkeypatch.chdir(tmp_path / "model")
+    convert(Conversion.of(source, Path(".")), quiet=True)
     assert {file.name for file in tmp_path.iterdir()} == {"model"}
     assert open_weights_of(tmp_path / "model").parameters["embed"].content.stored == jnp.dtype("bfloat16")
 

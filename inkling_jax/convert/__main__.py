@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         mesh = mesh_sizes(options.mesh) if options.mesh else None
         conversion = Conversion.of(source, options.destination.expanduser(), mesh)
         if options.dry_run:
-            print(*conversion.lines(), sep="\n")
             conversion.check_destination()
+            print(*conversion.lines(), sep="\n")
             conversion.check_space()
             return OK
         if not (options.verify and (conversion.destination / RECORD).exists()):

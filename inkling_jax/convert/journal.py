@@ -23,7 +23,7 @@ class Journal:
         self._file = open(file, "a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise CheckpointError(f"{file.parent}: another process is converting into it") from None
         self.entries = self._read()
