@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +63,25 @@ def test_lowers(case: Case) -> None:
     assert "router" in sm90.route.trace(*args, **static).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_what_the_kernel_counts_in_is_nobody_elses(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA keeps equal constants in one place, and `first` is one where a device holds all experts: see what it gives a launch."""
+
+    def kernel(_body: object, out_type: tuple, **_how: object) -> Callable:
+        return lambda *operands: jax.pure_callback(lambda *_: 1 / 0, out_type, *operands)
+
+    monkeypatch.setattr(sm90.plgpu, "kernel", kernel)
+    (*arrays, _first), static = arguments(Case(tokens))
+    route_here = inspect.unwrap(sm90.route)  # its own jit would remember this for other tests
+    program = jax.jit(lambda *given: route_here(*given, jnp.int32(0), **static))
+    text = program.lower(*arrays).compile().as_text() or ""
+    found = re.search(r"custom-call\((.*?)\), custom_call_target", text)
+    assert found is not None
+    operands = re.findall(r"%[\w.]+", found[1])
+    assert len(operands) == (7 if tokens == 1 else 6) and operands.count(operands[-1]) == 1
+    assert f"{operands[-1]} = s32[1]{{0}} constant({{{sm90.IDLE}}})" in text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_gpu(case: Case) -> None:
@@ -77,3 +99,23 @@ def test_on_gpu(case: Case) -> None:
         assert np.array_equal(getattr(groups, name)[:slots], getattr(want, name)[:slots])
     for again, _ in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(again, routing, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 65])
+def test_layers_of_one_program_on_gpu(tokens: int) -> None:
+    """Three layers one after the other, `first` a constant as on one device: each sorts by the experts that it chose."""
+    (x, *arrays, _first), static = arguments(Case(tokens, experts=8, chosen=3, held=8))
+
+    @jax.jit
+    def layers(x: jax.Array) -> list:
+        made = []
+        for _ in range(3):
+            made.append(sm90.route(x, *arrays, jnp.int32(0), **static))
+            x = x * made[-1][0].weights[:, :1].astype(x.dtype)
+        return made
+
+    for _ in range(2):
+        for routing, groups in layers(x):
+            local = jnp.where(arrays[-1][:, None], routing.experts, 8)
+            assert np.array_equal(groups.place, group(local, *static["wanted"]).place)

@@ -28,6 +28,9 @@ from inkling_jax.kernels.router.reference import Routing
 FUSED_TOKENS = 64
 COLUMNS = 128  # the least of a program: 32 for each of its warps
 SPLITS = (8, 4, 2, 1)
+# What the counter holds between launches: a number that is nobody else's, since XLA keeps equal constants in one place, and what
+# the kernel reads beside it may be a constant too (`first` is 0 where one device holds all experts).
+IDLE = 0x2B5A_11ED
 _REF = plgpu.RefType()
 
 
@@ -51,8 +54,8 @@ def route(
     splits = next((s for s in SPLITS if width % (s * COLUMNS) == 0), 0) if tokens <= FUSED_TOKENS else 0
     shape = Shape(tokens, width, experts, weight.shape[0] - experts, chosen, splits, route_scale)
     numbers = (bias.astype(jnp.float32), global_scale.astype(jnp.float32).reshape(1), valid.astype(jnp.int32), _one(first))
-    # A constant of one element stays where it is, so that the kernel can count in it; it leaves it as zero.
-    counter = jnp.zeros(1, jnp.int32)
+    # A constant of one element stays where it is, so that the kernel can count in it; it leaves it as it was.
+    counter = jnp.full(1, IDLE, jnp.int32)
     if splits:
         given = (x, weight)
     else:
@@ -118,19 +121,19 @@ def _program(shape: Shape, sorting: grouping.Sorting | None, names: tuple[str, .
         worker = program
         if shape.splits:
             device.multiply(shape, program, p["x"], p["weight"], p["partial"], p["sums"])
-            before = device.arrive(p["counter"], 1, p["mailbox"])
+            before = m.subtract(device.arrive(p["counter"], 1, p["mailbox"]), IDLE)
             # The last to arrive is the first worker, and does not wait.
             worker = m.subtract(shape.programs - 1, before)
         with mgpu.utils.when(m.less(worker, shape.workers)):
             if shape.splits:
                 counted = mgpu.utils.SemaphoreRef(p["counter"])
-                counted.wait(shape.programs, decrement=False, memory_scope="gpu")
+                counted.wait(IDLE + shape.programs, decrement=False, memory_scope="gpu")
             _choose(shape, worker, p)
             if shape.splits or sorting is not None:
-                before = device.arrive(p["counter"], 1 << 16, p["mailbox"])
+                before = m.subtract(device.arrive(p["counter"], 1 << 16, p["mailbox"]), IDLE)
                 with mgpu.utils.when(m.equal(m.shift(before, -16), shape.workers - 1)):
                     with mgpu.utils.when(m.equal(m.thread(), 0)):
-                        m.store(p["counter"], 0, m.as_int(0))
+                        m.store(p["counter"], 0, m.as_int(IDLE))
                     if sorting is not None:
                         order = ("token", "place", "expert", "first", "used", "count", "counters", "counts", "totals")
                         grouping.sort(sorting, p["local"], *(p[name] for name in order))
