@@ -1,12 +1,10 @@
-"""A converted checkpoint is the source's numbers bit for bit, on any mesh, whatever interrupted its making, or it is refused."""
+"""A converted checkpoint is the source's numbers bit for bit, on any mesh, or it is refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import micro_checkpoint, plan_of
-from test_sharded_load import divides, shardings_of
+from spread_parameters import held, open_weights_of, shardings_of
 from text_checkpoint import write_text_checkpoint
 
 import inkling_jax
@@ -23,12 +21,10 @@ from inkling_jax.config import ModelConfig
 from inkling_jax.convert import conversion as conversions
 from inkling_jax.convert import orbax_store
 from inkling_jax.convert.conversion import Conversion
-from inkling_jax.convert.converted import JOURNAL, RECORD, open_weights
+from inkling_jax.convert.converted import RECORD
 from inkling_jax.convert.converter import convert
-from inkling_jax.convert.load import load_parameters
 from inkling_jax.convert.orbax_store import Grid
 from inkling_jax.convert.verify import verify
-from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.errors import CapacityError, CheckpointError, ConfigError
 from inkling_jax.sharding.mesh import mesh_sizes
 
@@ -58,19 +54,6 @@ def copy(converted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(converted, tmp_path / "copy"))
 
 
-def held(directory: Path, mesh: str = "", **options: str) -> dict[str, bytes]:
-    """The bytes of every parameter, loaded onto a mesh."""
-    config = ModelConfig.from_directory(directory)
-    plan = open_weights(config, directory)
-    shardings = shardings_of(config, plan, mesh_sizes(mesh))
-    kept = {path: made for path, made in plan.parameters.items() if divides(made.shape, shardings[path])}
-    plan = WeightPlan(plan.checkpoint, kept, plan.packed, plan.towers, (), ())
-    arrays = load_parameters(plan, dtype=options.get("dtype", "bfloat16"), device=shardings)
-    for path, array in arrays.items():
-        assert array.sharding == shardings[path]
-    return {path: np.asarray(array).tobytes() for path, array in arrays.items()}
-
-
 CHECKPOINTS = [("tiny", "nvfp4"), ("wide", "nvfp4"), ("gpu", "nvfp4"), ("tiny", "bf16")]
 
 
@@ -88,11 +71,6 @@ def test_a_checkpoint_means_what_it_meant(oracle_dir: Callable[..., Path], tmp_p
     for file in directory.iterdir():
         if not file.name.endswith((".safetensors", ".index.json")):
             assert (destination / file.name).read_bytes() == file.read_bytes()
-
-
-def open_weights_of(directory: Path) -> WeightPlan:
-    """How to read it, as its own configuration says."""
-    return open_weights(ModelConfig.from_directory(directory), directory)
 
 
 def test_it_loads_like_any_checkpoint(source: Path, converted: Path) -> None:
@@ -203,137 +181,6 @@ def test_a_mesh_cuts_the_files_for_its_devices(source: Path, tmp_path: Path) -> 
     assert grids["layers.3.attn.o_proj"].chunk == (48, 16)
     with pytest.raises(ConfigError, match="layers.1.attn.qkvr_proj: dimension 'kv_heads' of size 1"):
         Conversion.of(source, tmp_path / "x", mesh_sizes("tensor=2"))
-
-
-# -- interruptions
-
-
-def interrupt(source: Path, place: Path, what: str, count: int) -> list[dict]:
-    """Conversions that were killed and finished."""
-    script = Path(__file__).with_name("interrupted_conversions.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(script.parents[1])}
-    command = [sys.executable, str(script), str(source), str(place), what, str(count)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-def check_interrupted(source: Path, place: Path, what: str, count: int) -> list[dict]:
-    """Killed conversions end as one that nobody disturbed, and what was done by then is not touched again."""
-    whole, runs = place / "whole", interrupt(source, place, what, count)
-    record, wanted = (whole / RECORD).read_text(), held(whole)
-    assert wanted == held(source)
-    for run in runs:
-        directory = Path(run["directory"])
-        assert run["left_alone"] and all(code == 0 for code in run["codes"]), run
-        assert (directory / RECORD).read_text() == record
-        assert held(directory) == wanted
-        files = {file.relative_to(directory) for file in directory.rglob("*")} - {Path(JOURNAL)}
-        assert files == {file.relative_to(whole) for file in whole.rglob("*")}
-        assert not directory.with_name(directory.name + ".partial").exists()
-    return runs
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_kill_at_any_moment_costs_no_finished_tensor(source: Path, tmp_path: Path, count: int) -> None:
-    runs = check_interrupted(source, tmp_path, "moments", count)
-    assert sum(run["killed"] for run in runs) == count
-
-
-@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_kill_while_finishing_leaves_all_or_nothing(source: Path, tmp_path: Path, count: int) -> None:
-    """The last four steps: the record's name flushed, the rename, the new name flushed, the journal removed."""
-    runs = check_interrupted(source, tmp_path, "events", count)
-    assert len(runs) == count and all(run["killed"] for run in runs)
-    assert [run["looked_done"] for run in runs] == [False] * (count - 2) + [True] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "fmt"), [("tiny", "nvfp4"), ("tiny", "bf16")])
-def test_larger_conversions_survive_ten_kills(oracle_dir: Callable[..., Path], tmp_path: Path, name: str, fmt: str) -> None:
-    check_interrupted(oracle_dir(name, fmt), tmp_path, "moments", 10)
-
-
-def stopped(source: Path, destination: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> Conversion:
-    """A conversion that fails while writing, after so many files."""
-    conversion, writes = Conversion.of(source, destination), []
-    write = orbax_store.ArrayWriter.write
-
-    def failing(self: orbax_store.ArrayWriter, box: tuple[slice, ...], values: np.ndarray) -> None:
-        writes.append(box)
-        if len(writes) > after:
-            raise CheckpointError("stop")
-        write(self, box, values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(orbax_store.ArrayWriter, "write", failing)
-        with pytest.raises(CheckpointError, match="stop"):
-            convert(conversion, quiet=True)
-    assert not destination.exists()
-    return conversion
-
-
-def test_half_a_conversion_is_refused_by_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversion = stopped(source, tmp_path / "model", monkeypatch, 10)
-    shutil.copy(source / "config.json", conversion.partial)
-    with pytest.raises(
-        CheckpointError, match=r"model.partial: a conversion that is not finished; the same conversion, run again"
-    ):
-        inkling_jax.load(conversion.partial, quiet=True)
-
-
-def test_another_conversion_does_not_go_on_with_it(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other chunks, or files that changed since."""
-    conversion = stopped(source, tmp_path / "model", monkeypatch, 10)
-    with pytest.raises(CheckpointError, match=r"model.partial: begun from other files, or with other options"):
-        convert(Conversion.of(source, conversion.destination, mesh_sizes("")), quiet=True)
-    changed = Path(shutil.copytree(source, tmp_path / "changed"))
-    os.utime(next(changed.glob("*.safetensors")))
-    with pytest.raises(CheckpointError, match="begun from other files"):
-        convert(Conversion.of(changed, conversion.destination), quiet=True)
-    convert(conversion, quiet=True)
-    assert held(conversion.destination) == held(source)
-
-
-def test_a_journal_cut_short_and_files_cut_short_are_done_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conversion = stopped(source, tmp_path / "model", monkeypatch, 20)
-    journal = conversion.partial / JOURNAL
-    entries = [json.loads(line) for line in journal.read_bytes().splitlines()]
-    file = conversion.partial / STATE / entries[3]["parameter"] / next(iter(entries[3]["files"]))
-    os.truncate(file, file.stat().st_size - 1)
-    os.truncate(journal, journal.stat().st_size - 5)
-    convert(conversion, quiet=True)
-    assert held(conversion.destination) == held(source)
-
-
-def test_a_source_that_changes_meanwhile_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changing = Path(shutil.copytree(source, tmp_path / "changing"))
-    write = orbax_store.ArrayWriter.write
-
-    def touching(self: orbax_store.ArrayWriter, box: tuple[slice, ...], values: np.ndarray) -> None:
-        os.utime(changing / "config.json")
-        write(self, box, values)
-
-    monkeypatch.setattr(orbax_store.ArrayWriter, "write", touching)
-    with pytest.raises(CheckpointError, match="changing: its files changed while they were read; remove .*model.partial"):
-        convert(Conversion.of(changing, tmp_path / "model"), quiet=True)
-    assert not (tmp_path / "model").exists()
-
-
-def test_one_process_at_a_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inkling_jax.convert.journal import Journal
-
-    conversion = stopped(source, tmp_path / "model", monkeypatch, 3)
-    with (
-        Journal(conversion.partial / JOURNAL, json.loads(json.dumps(conversion.identity()))),
-        pytest.raises(CheckpointError, match=r"model.partial: another process is converting into it"),
-    ):
-        convert(conversion, quiet=True)
-
-
-# -- what is damaged, and where nothing can be written
 
 
 def test_a_truncated_file_is_named(copy: Path) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import Tensors, load, micro_checkpoint, plan_of, save
 from jax.sharding import NamedSharding, PartitionSpec
+from spread_parameters import divides, shardings_of
 
 import inkling_jax
 from inkling_jax.config import ModelConfig
@@ -25,10 +25,7 @@ from inkling_jax.convert.slices import blocks, extents, joined, moved, whole, wi
 from inkling_jax.convert.view import Box, View
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.errors import CheckpointError, ConfigError
-from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
-from inkling_jax.sharding.rules import partition_spec
-from inkling_jax.towers import Towers
 
 W2 = "model.llm.layers.3.mlp.experts.w2_weight"
 
@@ -159,14 +156,6 @@ def test_neighbours_are_read_as_one() -> None:
     assert joined([()], (), ()) == [((), [0])]
 
 
-def shardings_of(config: ModelConfig, plan: WeightPlan, sizes: dict[str, int]) -> dict[str, NamedSharding]:
-    """Where each parameter of a model lies on a mesh."""
-    mesh, dtype = make_mesh(sizes), jnp.dtype("float32")
-    modules = Inkling(config.text, plan.packed, dtype), Towers(config.vision, config.audio, dtype)
-    leaves = {path: leaf for module in modules for path, leaf in flat_parameters(module).items()}
-    return {path: NamedSharding(mesh, partition_spec(leaves[path].axes)) for path in plan.parameters}
-
-
 MESHES = ["tensor=1", "tensor=2", "tensor=4", "expert=4", "tensor=2,expert=2"]
 
 
@@ -204,15 +193,6 @@ def test_each_device_gets_its_part(
     once = sum(source.nbytes for source in plan.parameters.values())
     assert sum(nbytes for _, _, nbytes in reads) == once
     assert len({(name, start) for name, start, _ in reads}) == len(reads)
-
-
-def divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
-    """Whether an array can be spread so: the two key heads of a global layer cannot, over four devices."""
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return False
-    return True
 
 
 def test_a_process_reads_what_its_devices_own(
