@@ -104,7 +104,7 @@ def test_every_rank_has_the_tables_of_a_bias() -> None:
     weight = jax.random.normal(jax.random.key(0), (64, 16), jnp.bfloat16)
     given = {"layers.0.attn.rel_bias": jax.device_put(weight, NamedSharding(mesh, PartitionSpec())), "norm.scale": weight}
     got = dict(repack(given.items(), mesh))
-    assert list(got) == [f"layers.0.attn.rel_bias.{name}" for name in ("weight", "reversed", "sheared")] + ["norm.scale"]
+    assert list(got) == [f"layers.0.attn.rel_bias.{name}" for name in ("weight", "reversed", "halved")] + ["norm.scale"]
     for name, table in jax.device_get(vars(prepare_bias(weight))).items():
         shards = got[f"layers.0.attn.rel_bias.{name}"].addressable_shards
         assert len(shards) == 2 and all(np.array_equal(shard.data, table) for shard in shards)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from inkling_jax.kernels.paged_attention import cases, paged_attention, plan_attention, reference, sm90
-from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, prepare_bias, shear_offset
+from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, prepare_bias, zero_row
 from inkling_jax.kernels.paged_attention.cases import Case
 from inkling_jax.kernels.paged_attention.plan import plan_decode, tile_range
+from inkling_jax.kernels.paged_attention.prefill_plan import plan_prefill
+from inkling_jax.kernels.paged_attention.prefill_shape import PrefillShape
 
 LOCAL = {"window": 128, "extent": 128}
 INTERPRETED = {
@@ -55,6 +57,12 @@ def walk(planned, tiles, kv_heads):
     return done
 
 
+PREFILL = {
+    "a chunk with a history that is no multiple of a tile, ragged": Case((200, 70), (33, 20), heads=8, kv_heads=2, extent=64),
+    "a window on a ring, pages of 128": Case((300, 20), (40, 20), heads=8, kv_heads=2, page=128, **LOCAL),
+    "short and idle rows ride along": Case((300, 90, 65), (1, 0, 65), heads=8, kv_heads=1, extent=128),
+    "one query head a key head, width 64": Case((100,), (40,), heads=1, kv_heads=1, width=64, extent=64),
+}
 ROWS = [
     ((1,), (1,), None),
     ((700, 0, 64, 65, 5000), (1, 0, 1, 1, 1), None),
@@ -99,6 +107,38 @@ def test_tokens_of_no_row_are_idle():
 
 
 @pytest.mark.parametrize(
+    ("lengths", "counts"), [((200, 0, 70, 5), (33, 0, 20, 5)), ((64,), (64,)), ((1, 1000), (1, 1)), ((0,), (0,))]
+)
+@pytest.mark.parametrize("tile", [16, 32])
+def test_every_query_is_in_one_tile_and_the_longest_come_first(lengths, counts, tile):
+    start = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    arrays = [jnp.asarray(a, jnp.int32) for a in (start, counts, lengths)]
+    planned = plan_prefill(*arrays, tokens=sum(counts) + 3, tile=tile, window=None)
+    live = int(planned.live[0])
+    tiles = list(zip(np.asarray(planned.row)[:live], np.asarray(planned.first)[:live], strict=True))
+    found = sorted((row, p) for row, at in tiles for p in range(at, at + tile) if lengths[row] - counts[row] <= p < lengths[row])
+    assert found == [(row, p) for row, (n, c) in enumerate(zip(lengths, counts, strict=True)) for p in range(n - c, n)]
+    assert all(at % tile == 0 for _, at in tiles)
+    assert [at for _, at in tiles] == sorted((at for _, at in tiles), reverse=True)
+    assert np.asarray(planned.idle)[: sum(counts) + 3].tolist() == [0] * sum(counts) + [1] * 3
+    assert np.asarray(planned.idle_block).tolist() == np.asarray(planned.idle).reshape(-1, 32).any(1).astype(int).tolist()
+
+
+@pytest.mark.parametrize("share", [4, 8])
+def test_rows_of_a_prefill_tile_are_every_head_of_every_token_once(share):
+    shape = PrefillShape(share, 1, 128, 64, 64, None, 1, 384)
+    tokens = [
+        shape.token(group, warp, half) + t
+        for group in range(2)
+        for warp in range(4)
+        for half in range(2)
+        for t in range(shape.group_tokens)
+    ]
+    assert sorted(tokens) == list(range(shape.tokens))
+    assert all(shape.token(g, w, 1) - shape.token(g, w, 0) == 8 for g in range(2) for w in range(4))
+
+
+@pytest.mark.parametrize(
     ("lengths", "count", "expected"), [(512, 1, (0, 8)), (513, 1, (0, 9)), (576, 1, (1, 8)), (577, 2, (1, 9))]
 )
 def test_window_tiles_reach_from_the_first_query_back(lengths, count, expected):
@@ -114,9 +154,8 @@ def test_bias_tables_hold_the_weight_by_distance():
             want = rel_bias[distance] if 0 <= distance < 100 else jnp.zeros(16)
             got = tables.reversed[shift, EDGE_ROWS + 99 - distance - shift]
             assert (got == want).all()
-            token = 3
-            sheared = tables.sheared[shear_offset(100) + token - distance]
-            assert (sheared.reshape(16, 16)[token] == want).all()
+            halved = tables.halved.reshape(2, -1, 8)[:, zero_row(100) - distance]
+            assert (halved.reshape(16) == want).all()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +164,10 @@ def test_bias_tables_hold_the_weight_by_distance():
         ({"page": 32}, "pages of 32 tokens: the kernels take"),
         ({"width": 32}, "heads of width 32: the kernels take"),
         ({"heads": 6, "kv_heads": 4}, "6 query heads do not divide over 4"),
-        ({"counts": (64,), "lengths": (64,)}, "64 query tokens a row, 4 query heads a key head: the kernels take at most 9"),
+        (
+            {"counts": (64,), "lengths": (64,)},
+            "64 query tokens a row, 4 query heads a key head: the decode kernel takes",
+        ),
     ],
 )
 def test_sizes_that_the_kernels_do_not_take_are_refused(change, message):
@@ -167,18 +209,38 @@ def test_decode_lowers_for_a_gpu(case):
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PREFILL.values(), ids=lambda case: case.name)
+def test_prefill_lowers_for_a_gpu(case):
+    given = cases.inputs(case)
+    given["rel_bias"] = prepare_bias(given["rel_bias"])
+
+    def attend(*arguments):
+        tokens, share = arguments[0].shape[0], case.heads // case.kv_heads
+        plan = sm90.prefill_plan(*arguments[6:], tokens=tokens, share=share, window=case.window)
+        return sm90.paged_attention(*arguments, plan=plan, window=case.window, longest=case.longest)
+
+    text = jax.jit(attend).trace(*given.values()).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
 def interpret(name: str) -> dict[str, float]:
     """Relative error against the definition, and the largest output of a token of no row, with few programs."""
-    case = INTERPRETED[name]
+    case = (INTERPRETED | PREFILL)[name]
     given = cases.inputs(case)
     want = cases.expected(case, given)
     given["rel_bias"] = prepare_bias(given["rel_bias"])
     rows = [given[k] for k in ("start", "count", "length")]
-    options = {"tokens": given["q"].shape[0], "kv_heads": case.kv_heads, "window": case.window, "programs": 3, "shortest": 1}
-    planned = plan_decode(*rows, **options)
-    got = sm90.run_decode(*given.values(), planned, window=case.window, longest=case.longest, interpret=True)
+    tokens = given["q"].shape[0]
+    if name in PREFILL:
+        planned = sm90.prefill_plan(*rows, tokens=tokens, share=case.heads // case.kv_heads, window=case.window)
+        got = sm90.run_prefill(*given.values(), planned, window=case.window, programs=2, interpret=True)
+    else:
+        options = {"tokens": tokens, "kv_heads": case.kv_heads, "window": case.window, "programs": 3, "shortest": 1}
+        planned = plan_decode(*rows, **options)
+        got = sm90.run_decode(*given.values(), planned, window=case.window, longest=case.longest, interpret=True)
     got = np.asarray(got.astype(jnp.float32))
-    idle = np.asarray(planned.idle) > 0
+    idle = np.asarray(planned.idle)[:tokens] > 0
     return {
         "error": float(np.linalg.norm(got - want) / np.linalg.norm(want)),
         "idle": float(np.abs(got[idle]).max(initial=0)),
@@ -186,8 +248,8 @@ def interpret(name: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_decode_in_the_interpreter(name):
+@pytest.mark.parametrize("name", [*INTERPRETED, *PREFILL])
+def test_in_the_interpreter(name):
     # A process of its own: three warpgroups wait on one another in threads of XLA's pool, which NPROC makes large enough.
     root = Path(__file__).parent.parent
     env = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}

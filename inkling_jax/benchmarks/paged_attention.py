@@ -1,18 +1,20 @@
 """Times of paged attention against what the chip can do: bytes of keys and values over read bandwidth, operations over cuBLAS.
 
-`python -m inkling_jax.benchmarks.paged_attention --check --time WORD ...`. Each variant runs in a process of its own with a time
-limit, since a kernel that hangs or faults takes its process with it; ceilings come from a process of the same run.
+`python -m inkling_jax.benchmarks.paged_attention --check --time WORD ...`. Every variant runs in processes of its own with a time
+limit, since a kernel that hangs or faults takes its process with it; checks run side by side, times one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +22,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_jax.benchmarks.attention_grid import bound_seconds, decode_groups, prefill_groups
 from inkling_jax.benchmarks.ceilings import matmul_ceiling, read_ceiling
 from inkling_jax.benchmarks.rows import Row, make_row, save_rows
-from inkling_jax.benchmarks.timing import best_seconds
 from inkling_jax.kernels.paged_attention import cases, sm90
 from inkling_jax.kernels.paged_attention.bias import prepare_bias
 from inkling_jax.kernels.paged_attention.cases import Case
 from inkling_jax.kernels.paged_attention.plan import plan_decode
 
-ROTATED_BYTES = 400e6  # read between two calls on the same pages, so that they come from memory and not from the cache
+FLUSHED_BYTES = 1 << 28  # written between calls, so that keys come from memory and not from the cache
+CALLS = 5  # timed, each on other pages
 BASE_PAGES = 256  # random pages that a pool repeats
-VARIANTS: dict[str, dict[str, Any]] = {
-    "kernels": {},
-    "plain-launch": {"overlap_merge": False},
-    "run1": {"shortest": 1},
-    "run4": {"shortest": 4},
-    "run8": {"shortest": 8},
+CHECKS_AT_ONCE = 6  # processes a variant
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "decode": {
+        "kernels": {},
+        "plain-launch": {"overlap_merge": False},
+        "run4": {"shortest": 4},
+    },
+    "prefill": {
+        "kernels": {},
+        "overlap": {"overlap": True},
+        "keys64": {"keys": 64, "stages": 4},
+        "keys64-overlap": {"keys": 64, "stages": 4, "overlap": True},
+        "unbiased": {"biased": False},
+        "unbiased-overlap": {"biased": False, "overlap": True},
+    },
 }
 
 
-def variant_call(case: Case, shortest: int = sm90.SHORTEST_RUN, **options: Any) -> tuple[Callable, Callable]:
+def phase_of(case: Case) -> str:
+    return "decode" if sm90.is_decode(case.longest, case.heads // case.kv_heads) else "prefill"
+
+
+def variant_call(case: Case, tokens: int, options: dict[str, Any]) -> tuple[Callable, Callable]:
     """The plan of a step and the attention of a layer that a variant makes of a case."""
-
-    def plan(start: Any, count: Any, length: Any) -> Any:
-        return plan_decode(
-            start,
-            count,
-            length,
-            tokens=len(case.counts) if case.longest == 1 else sum(case.counts) + 2,
-            kv_heads=case.kv_heads,
-            window=case.window,
-            programs=sm90.processors(),
-            shortest=shortest,
-        )
-
-    def attend(*arguments: Any) -> Any:
-        return sm90.run_decode(*arguments, window=case.window, longest=case.longest, **options)
-
-    return jax.jit(plan), attend
+    programs, options = sm90.processors(), dict(options)
+    if phase_of(case) == "decode":
+        shortest = options.pop("shortest", sm90.SHORTEST_RUN)
+        planned = {"kv_heads": case.kv_heads, "programs": programs, "shortest": shortest}
+        plan = functools.partial(plan_decode, tokens=tokens, window=case.window, **planned)
+        return jax.jit(plan), functools.partial(sm90.run_decode, window=case.window, longest=case.longest, **options)
+    plan = functools.partial(sm90.prefill_plan, tokens=tokens, share=case.heads // case.kv_heads, window=case.window)
+    fixed = tuple(options.items())
+    return jax.jit(plan), functools.partial(sm90.run_prefill, window=case.window, programs=programs, options=fixed)
 
 
 def check(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     """Relative error against the definition in float64: of all, of the worst token, and over a rerun."""
     given = cases.inputs(case)
+    if not options.get("biased", True):
+        given["rel"] = jnp.zeros_like(given["rel"])
     want = cases.expected(case, given)
-    plan, attend = variant_call(case, **options)
+    plan, attend = variant_call(case, given["q"].shape[0], options)
     rows = (given["start"], given["count"], given["length"])
     given["rel_bias"] = prepare_bias(given["rel_bias"])
     got, again = (np.asarray(attend(*given.values(), plan(*rows))).astype(np.float64) for _ in range(2))
@@ -90,89 +100,88 @@ def page_pool(pages: int, case: Case, seed: int) -> jax.Array:
     return jax.jit(build)()
 
 
-def timed(case: Case, variants: dict[str, dict[str, Any]], ceilings: dict[str, Any]) -> list[Row]:
-    """A row for each variant: CUPTI time of all kernels of a layer, by kernel, and wall time of a chain of layers."""
-    calls = int(min(12, max(3, -(-ROTATED_BYTES // case.key_bytes))))
-    rng = np.random.default_rng(0)
-    pages = sum(-(-seen // case.page) + 1 for seen in case.visible())
-    pool = min(pages * calls, max(pages, int(30e9 / (4 * case.kv_heads * case.page * case.width))))
-    tables = []
-    for _ in range(calls):
-        tables.append(jnp.asarray(cases.table_of(case, pool, rng)[0]))
-    small = cases.inputs(Case((1,) * len(case.counts), case.counts, case.heads, case.kv_heads, case.window, case.extent))
+def kernel_times(calls: list[Callable[[], Any]]) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel that the calls launch, in order."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    # The class in front of it takes a single jitted function.
+    cupti: Any = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready([call() for call in calls])
+    finally:
+        found = cupti._cupti_get_timings(False)
+    assert found, "no kernel was launched"
+    return [(name, milliseconds * 1e3) for name, milliseconds in found]
+
+
+def timed(group: list[Case], variants: dict[str, dict[str, Any]], ceilings: dict[str, Any]) -> Iterator[Row]:
+    """Rows of cases with the same shapes but for their lengths: one pool of pages, one program a variant."""
+    rng, widest = np.random.default_rng(0), max(group, key=lambda case: sum(case.visible()))
+    pool = max(sum(-(-seen // case.page) + 1 for seen in case.visible()) for case in group)
+    small = cases.inputs(
+        Case((1,) * len(widest.counts), widest.counts, widest.heads, widest.kv_heads, widest.window, widest.extent)
+    )
+    k_pages, v_pages = (page_pool(pool, widest, seed) for seed in (0, 1))
+    pool = k_pages.shape[0]
+    width = max(cases.table_of(case, pool, rng)[0].shape[1] for case in group)
+    scratch = jnp.zeros(FLUSHED_BYTES, jnp.int8)
+    flush = jax.jit(lambda a: a + jnp.int8(1), donate_argnums=0)
     bias = prepare_bias(small["rel_bias"])
-    k_pages, v_pages = (page_pool(pool, case, seed) for seed in (0, 1))
-    row_args = (small["start"], small["count"], jnp.asarray(case.lengths, jnp.int32))
-    bound = case.key_bytes / ceilings["read"] * 1e6
-    found = []
+
+    def flushed() -> jax.Array:
+        nonlocal scratch
+        scratch = flush(scratch)
+        return scratch
+
+    jax.block_until_ready(flushed())
     for name, options in variants.items():
-        plan, attend = variant_call(case, **options)
-        planned = plan(*row_args)
-
-        def chain(q: Any, rel: Any, bias: Any, k: Any, v: Any, tables: Any, rows: Any, planned: Any, attend: Any = attend) -> Any:
-            return [attend(q, rel, bias, k, v, table, *rows, planned) for table in tables]
-
-        arguments = (small["q"], small["rel"], bias, k_pages, v_pages, tables, row_args, planned)
-        try:
-            chained = jax.jit(chain).lower(*arguments).compile()
-            parts = kernel_parts(chained, arguments, calls)
-            row = make_row(
+        plan, attend = variant_call(widest, small["q"].shape[0], options)
+        for case in group:
+            tables = []
+            for _ in range(CALLS):
+                table = cases.table_of(case, pool, rng)[0]
+                fill = np.full((table.shape[0], width - table.shape[1]), pool, np.int32)
+                tables.append(jnp.asarray(table if case.window else np.concatenate([table, fill], axis=1)))
+            rows = (small["start"], small["count"], jnp.asarray(case.lengths, jnp.int32))
+            planned = plan(*rows)
+            call = lambda table, attend=attend, rows=rows, planned=planned: attend(  # noqa: E731
+                small["q"], small["rel"], bias, k_pages, v_pages, table, *rows, planned
+            )
+            jax.block_until_ready([call(tables[0]), plan(*rows)])
+            both = [f for table in tables for f in (flushed, functools.partial(call, table))]
+            parts = _parts(kernel_times(both), CALLS)
+            fields = {"batch": len(case.lengths), "context": case.context, "queries": case.longest, "kv": "bf16"}
+            yield make_row(
                 "paged_attention",
                 case.name,
-                "decode",
+                phase_of(case),
                 jax.devices()[0],
                 kernels=name,
                 time_us=sum(parts.values()),
-                bound_us=bound,
-                batch=len(case.lengths),
-                context=case.context,
-                queries=case.longest,
-                kv="bf16",
+                bound_us=bound_seconds(case, ceilings["read"], ceilings["matmul"]) * 1e6,
                 parts_us=parts,
-                plan_us=round(sum(kernel_parts(plan, row_args, 1).values()), 2),
-                wall_us=round(best_seconds(lambda c=chained, a=arguments: c(*a)) / calls * 1e6, 2),
+                plan_us=round(sum(us for _, us in kernel_times([functools.partial(plan, *rows)])), 2),
+                **fields,
                 **ceilings["fields"],
             )
-            found.append(row)
-            print(json.dumps(row), flush=True)
-        except Exception as error:  # one case that fails must not take the others with it
-            traceback.print_exc(limit=3)
-            print(json.dumps({"case": case.name, "kernels": name, "error": str(error)[:400]}), flush=True)
-    return found
 
 
-def kernel_parts(f: Any, arguments: tuple[Any, ...], calls: int) -> dict[str, float]:
-    """Microseconds a call by kernel: the median of each kernel's runs, times how often a call runs it."""
-    from jax.experimental.mosaic.gpu import profiler
-
+def _parts(launches: list[tuple[str, float]], calls: int) -> dict[str, float]:
+    """Microseconds a call by kernel, the flush left out: the median of each kernel's runs, times how often a call runs it."""
     runs: dict[str, list[float]] = {}
-    for _ in range(3):
-        kernels: Any = profiler.Cupti(finalize=False).measure(f, aggregate=False)(*arguments)[1]
-        assert kernels, "no kernel was launched"
-        for kernel, milliseconds in kernels:
-            runs.setdefault(kernel[-48:], []).append(milliseconds * 1e3)
-    return {name: round(float(np.median(times)) * len(times) / (3 * calls), 2) for name, times in runs.items()}
+    first = launches[0][0]
+    for kernel, us in launches:
+        if kernel != first:
+            runs.setdefault(kernel[-48:], []).append(us)
+    return {name: round(float(np.median(times)) * len(times) / calls, 2) for name, times in runs.items()}
 
 
-def decode_bench() -> list[Case]:
-    """The decode grid of the bench: batches and contexts, global and window layers, whole heads and one rank of eight."""
-    found = []
-    for heads, kv_heads, window in (
-        (64, 8, None),
-        (64, 16, 512),
-        (32, 8, None),
-        (32, 8, 512),
-        (8, 1, None),
-        (8, 2, 512),
-        (4, 1, None),
-    ):
-        kind = {"heads": heads, "kv_heads": kv_heads, "window": window, "extent": window or 1024}
-        for batch in (1, 16, 64):
-            for context in (1024, 8192, 65_536, *((131_072, 1_048_576) if batch == 1 else ())):
-                found.append(Case((context,) * batch, (1,) * batch, **kind))
-        lengths = tuple(int(x) for x in np.geomspace(100, 65_536, 64))
-        found.append(Case(lengths, (1,) * 64, **kind))
-    return found
+def chosen(groups: Iterator[list[Case]], words: list[str]) -> Iterator[list[Case]]:
+    """The groups' cases whose names contain a word."""
+    for group in groups:
+        if picked := [case for case in group if any(word in case.name for word in words)]:
+            yield picked
 
 
 def inner(options: argparse.Namespace) -> None:
@@ -183,66 +192,92 @@ def inner(options: argparse.Namespace) -> None:
         found = {"read": read.bytes_per_second, "fields": read.fields(), "matmul": matmul_ceiling(device)}
         print(json.dumps({"ceilings": found}), flush=True)
         return
-    variant = VARIANTS[options.inner]
-    if options.check:
-        for case in cases.decode_cases():
-            try:
-                print(json.dumps(check(case, variant)), flush=True)
-            except Exception as error:
-                traceback.print_exc(limit=3)
-                print(json.dumps({"check": case.name, "error": str(error)[:600]}), flush=True)
-    for case in decode_bench():
-        if case.name in options.time:
-            timed(case, {options.inner: variant}, json.loads(options.ceilings))
+    variants = VARIANTS[options.phase]
+    if options.part is not None:
+        every = cases.decode_cases() if options.phase == "decode" else cases.prefill_cases()
+        every = [case for case in every if not options.only or any(word in case.name for word in options.only)]
+        for case in every[options.part :: CHECKS_AT_ONCE]:
+            guarded(case.name, lambda case=case: print(json.dumps(check(case, variants[options.inner])), flush=True))
+        return
+    names = options.inner.split(",")
+    for group in chosen(decode_groups() if options.phase == "decode" else prefill_groups(), options.time):
+
+        def run(group: list[Case] = group) -> None:
+            for row in timed(group, {name: variants[name] for name in names}, json.loads(options.ceilings)):
+                print(json.dumps(row), flush=True)
+
+        guarded(group[0].name, run)
 
 
-def run_inner(arguments: list[str], limit_s: float) -> list[dict[str, Any]]:
-    """The JSON lines of a process of this module, echoed as they come; what it had printed where the limit ended it."""
-    command = [sys.executable, "-u", "-m", "inkling_jax.benchmarks.paged_attention", *arguments]
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def guarded(name: str, run: Callable[[], None]) -> None:
+    """Run, or say what went wrong: one case that fails must not take the others with it."""
     try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        err += f"\nended after {limit_s} s"
-    print(f"# {' '.join(arguments)[:150]}: exit {process.returncode} after {time.monotonic() - started:.1f} s", flush=True)
-    if process.returncode:
-        print("\n".join("# " + line[:300] for line in err.splitlines() if "cuda_event" not in line)[-3000:], flush=True)
-    found = []
-    for line in out.splitlines():
-        if line.startswith("{"):
-            print(line, flush=True)
-            found.append(json.loads(line))
-    return found
+        run()
+    except Exception as error:
+        traceback.print_exc(limit=3)
+        print(json.dumps({"case": name, "error": str(error)[:600]}), flush=True)
+
+
+class Process:
+    """This module in a process of its own, to be ended at a time limit."""
+
+    def __init__(self, arguments: list[str], limit_s: float):
+        self.arguments, self.end, self.started = arguments, time.monotonic() + limit_s, time.monotonic()
+        command = [sys.executable, "-u", "-m", "inkling_jax.benchmarks.paged_attention", *arguments]
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Its JSON lines, echoed; what it had printed where the limit ended it."""
+        try:
+            out, err = self.process.communicate(timeout=max(1.0, self.end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            err += "\nended at its time limit"
+        what = f"# {' '.join(self.arguments)[:120]}: exit {self.process.returncode} after {time.monotonic() - self.started:.1f} s"
+        print(what, flush=True)
+        if self.process.returncode or "Traceback" in err:
+            print("\n".join("# " + line[:300] for line in err.splitlines() if "cuda_event" not in line)[-2500:], flush=True)
+        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        for line in found:
+            print(json.dumps(line), flush=True)
+        return found
 
 
 def main() -> None:
-    """Run ceilings, then each variant, and save the rows."""
+    """Run checks, ceilings and times, and save the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--phase", default="decode", choices=list(VARIANTS))
     parser.add_argument("--check", action="store_true", help="errors of the shared cases first")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="check cases whose names contain a word")
     parser.add_argument("--time", nargs="*", default=[], metavar="WORD", help="time cases whose names contain a word")
-    parser.add_argument("--variants", nargs="+", default=["kernels"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["kernels"])
     parser.add_argument("--limit", type=float, default=120, help="seconds a process may take")
     parser.add_argument("--output", type=Path, help="JSON file of rows")
     parser.add_argument("--inner", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ceilings", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inner:
         inner(options)
         return
-    arguments = []
-    if options.time:
-        chosen = [case.name for case in decode_bench() if any(word in case.name for word in options.time)]
-        lines = run_inner(["--inner", "ceilings"], options.limit)
-        arguments = ["--ceilings", json.dumps(lines[-1]["ceilings"]), "--time", *chosen]
-    rows = []
-    for index, variant in enumerate(options.variants):
-        checked = ["--check"] if options.check and index == 0 else []
-        rows += [r for r in run_inner(["--inner", variant, *checked, *arguments], options.limit) if "ratio" in r]
-    if options.output:
-        save_rows(options.output, rows)
+    if unknown := set(options.variants) - set(VARIANTS[options.phase]):
+        parser.error(f"--variants {' '.join(unknown)}: of {options.phase} there are {', '.join(VARIANTS[options.phase])}")
+    common = ["--phase", options.phase, "--only", *options.only]
+    if options.check:
+        parts = [(name, part) for name in options.variants for part in range(CHECKS_AT_ONCE)]
+        running = [Process(["--inner", name, "--part", str(part), *common], options.limit) for name, part in parts]
+        for process in running:
+            process.lines()
+    if not options.time:
+        return
+    found = Process(["--inner", "ceilings"], options.limit).lines()[-1]["ceilings"]
+    arguments = ["--ceilings", json.dumps(found), *common, "--time", *options.time]
+    for name in options.variants:
+        rows = [row for row in Process(["--inner", name, *arguments], options.limit).lines() if "ratio" in row]
+        if options.output:
+            save_rows(options.output, rows)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from inkling_jax.kernels.paged_attention.bias import RelativeBias, prepare_bias
 
 if TYPE_CHECKING:
     from inkling_jax.kernels.paged_attention.plan import DecodePlan
+    from inkling_jax.kernels.paged_attention.prefill_plan import PrefillPlan
 
 __all__ = ["RelativeBias", "paged_attention", "plan_attention", "prepare_bias"]
 
@@ -29,15 +30,16 @@ def plan_attention(
     kv_heads: int,
     window: int | None,
     longest: int,
-) -> DecodePlan | None:
+) -> DecodePlan | PrefillPlan | None:
     """How a step's work is divided, the same for all layers with these heads and this window. None: nothing is to be planned."""
     if not isinstance(rel_bias, RelativeBias):
         return None
     from inkling_jax.kernels.paged_attention import sm90  # Pallas' GPU half takes a while to import, and few need it
 
-    if not sm90.is_decode(longest, heads // kv_heads):
-        return None
-    return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window)
+    share = heads // kv_heads
+    if sm90.is_decode(longest, share):
+        return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window)
+    return None
 
 
 def paged_attention(
@@ -54,11 +56,11 @@ def paged_attention(
     window: int | None,
     longest: int,
     context: int,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | PrefillPlan | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.paged_attention`. `plan`: plan_attention() of these rows.
 
-    Prompts run on the reference whatever the form of the bias.
+    Without one the reference runs, whatever the form of the bias.
     """
     rows = (k_pages, v_pages, table, start, count, length)
     if plan is not None:

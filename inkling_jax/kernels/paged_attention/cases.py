@@ -176,3 +176,33 @@ def decode_cases() -> list[Case]:
         *(Case((1, 512, 700, 4097), (1, 2, 1, 2), heads=8, kv_heads=2, read_out=d) for d in (0, 1, 127, 128, 1023)),
         *(Case((1, 512, 700, 4097), (1, 2, 1, 2), heads=8, kv_heads=2, read_out=d, page=128, **local) for d in (0, 127, 511)),
     ]
+
+
+def prefill_cases() -> list[Case]:
+    """Chunks around tile edges, with and without history, ragged, among idle and short rows; windows, ratios, pages, widths."""
+    chunks, history = (16, 64, 200, 512), (1000, 37, 513, 4097)
+    longer = tuple(a + b for a, b in zip(chunks, history, strict=True))
+    local = {"window": 512, "extent": 512}
+    mixed, mixed_counts = (4097, 9, 1200, 600, 0, 1025), (1, 9, 300, 1, 0, 65)
+    found = []
+    kind: dict[str, Any]
+    for kind in ({"heads": 16, "kv_heads": 2}, {"heads": 8, "kv_heads": 2, **local}):
+        found += [Case((count,), (count,), **kind) for count in chunks]
+        found += [
+            Case(chunks, chunks, **kind),
+            Case(longer, chunks, **kind),
+            Case(longer, chunks, page=128, **kind),
+            Case((2048,), (2048,), page=128, **kind),
+            Case((6149,), (2048,), **kind),
+            Case(mixed, mixed_counts, **kind),
+        ]
+    return [
+        *found,
+        Case((2048, 300), (2048, 200), heads=8, kv_heads=1, **local),
+        Case((2048, 300), (2048, 200), heads=8, kv_heads=2),
+        Case((300, 90), (200, 90), heads=2, kv_heads=2),
+        Case((300, 90), (200, 90), heads=8, kv_heads=1, width=64),
+        Case((1_048_575, 1_048_000), (100, 64), heads=4, kv_heads=1, **local),
+        *(Case((200, 1400), (200, 300), heads=heads, kv_heads=1, read_out=d) for d in (0, 1, 127, 128, 1023) for heads in (4, 8)),
+        *(Case((200, 1400), (200, 300), heads=4, kv_heads=1, read_out=d, page=128, **local) for d in (0, 127, 511)),
+    ]

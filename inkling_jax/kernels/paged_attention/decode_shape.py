@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_jax.kernels.paged_attention.bias import KEY_TILE
-from inkling_jax.kernels.paged_attention.mosaic import ROWS, SHARED_MEMORY, tiled_smem
+from inkling_jax.kernels.paged_attention.mosaic import ROWS, SHARED_MEMORY, smem_bytes, tiled_smem
 
 MOST_QUERIES = 9  # tokens a row: one, and a draft of eight
 COMPUTE = 2  # warpgroups that multiply; one more loads
@@ -81,7 +81,7 @@ class DecodeShape:
             "top": plgpu.SMEM((self.readers, ROWS), jnp.float32),
             "total": plgpu.SMEM((self.readers, ROWS), jnp.float32),
         }
-        used = sum(-(-_bytes(array) // 1024) * 1024 for array in arrays.values())
+        used = sum(-(-smem_bytes(array) // 1024) * 1024 for array in arrays.values())
         if used > SHARED_MEMORY - 2048:
             raise ValueError(f"a decode kernel for {self} would take {used} bytes of shared memory of {SHARED_MEMORY}")
         if self.interpret:
@@ -101,11 +101,3 @@ class DecodeShape:
             "exchange_free": plgpu.Barrier(),
         }
         return arrays | barriers
-
-
-def _bytes(array: Any) -> int:
-    """Of an array in shared memory; what plgpu.SMEM makes has no public type."""
-    size = jnp.dtype(array.dtype).itemsize
-    for dimension in array.shape:
-        size *= dimension
-    return size

@@ -36,6 +36,11 @@ def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def smem_bytes(array: Any) -> int:
+    """Of an array in shared memory; what plgpu.SMEM makes has no public type."""
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+
+
 def int32(value: int) -> jax.Array:
     """A 32-bit scalar: with Python integers alone, scalar arithmetic in a kernel could be done in other widths."""
     return jnp.int32(value)

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from inkling_jax.kernels.paged_attention.bias import RelativeBias, padded_share
+from inkling_jax.kernels.paged_attention.bias import RelativeBias, halved_rows, padded_share
 from inkling_jax.kernels.paged_attention.decode import decode
 from inkling_jax.kernels.paged_attention.decode_shape import COMPUTE, MOST_QUERIES, DecodeShape
 from inkling_jax.kernels.paged_attention.merge import merge
 from inkling_jax.kernels.paged_attention.mosaic import ROWS
 from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
+from inkling_jax.kernels.paged_attention.prefill import prefill
+from inkling_jax.kernels.paged_attention.prefill_plan import PrefillPlan, plan_prefill
+from inkling_jax.kernels.paged_attention.prefill_shape import MOST_SHARE, PrefillShape, tile_tokens
 
 PAGE_SIZES = (64, 128)
 HEAD_WIDTHS = (64, 128)
@@ -36,6 +39,24 @@ def processors() -> int:
 def is_decode(longest: int, share: int) -> bool:
     """Whether rows of at most `longest` query tokens, `share` query heads to a key head, go through the decode kernel."""
     return longest <= MOST_QUERIES and longest * padded_share(share) <= COMPUTE * ROWS
+
+
+def is_prefill(share: int) -> bool:
+    """Whether rows of any query tokens, `share` query heads to a key head, go through the prefill kernel."""
+    return padded_share(share) <= MOST_SHARE
+
+
+def prefill_plan(
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    tokens: int,
+    share: int,
+    window: int | None,
+) -> PrefillPlan:
+    """The tiles of queries of a step, shared by all layers with this share of heads and window."""
+    return plan_prefill(start, count, length, tokens=tokens, tile=tile_tokens(padded_share(share)), window=window)
 
 
 def decode_plan(
@@ -64,23 +85,30 @@ def paged_attention(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     length: Int[Array, " B"],
-    plan: DecodePlan,
+    plan: DecodePlan | PrefillPlan,
     *,
     window: int | None,
     longest: int,
 ) -> Float[Array, "T N H"]:
     """As reference.paged_attention, with the bias in prepared form. All arrays are bfloat16; pages hold 64 or 128 tokens.
 
-    `plan`: decode_plan() of these rows, which layers share.
+    `plan`: decode_plan() or prefill_plan() of these rows, which layers share.
     """
     check(q, rel, k_pages, v_pages)
     share = q.shape[1] // k_pages.shape[1]
+    arguments = (q, rel, bias, k_pages, v_pages, table, start, count, length)
+    if isinstance(plan, PrefillPlan):
+        if not is_prefill(share):
+            raise ValueError(
+                f"{share} query heads a key head: the prefill kernel takes at most {MOST_SHARE}; the reference takes any"
+            )
+        return run_prefill(*arguments, plan, window=window, programs=processors())
     if not is_decode(longest, share):
         raise ValueError(
-            f"{longest} query tokens a row, {share} query heads a key head: the kernels take at most {MOST_QUERIES} tokens and "
-            f"{COMPUTE * ROWS} of both together; the reference takes any"
+            f"{longest} query tokens a row, {share} query heads a key head: the decode kernel takes at most "
+            f"{MOST_QUERIES} tokens and {COMPUTE * ROWS} of both together; the prefill kernel takes any"
         )
-    return run_decode(q, rel, bias, k_pages, v_pages, table, start, count, length, plan, window=window, longest=longest)
+    return run_decode(*arguments, plan, window=window, longest=longest)
 
 
 def unsupported(page: int, width: int, rank: int) -> str | None:
@@ -147,6 +175,45 @@ def run_decode(
     mode: Any = plgpu.InterpretGPUParams() if interpret else None
     parts = decode(q, rel, bias.reversed, k_pages, v_pages, table, start, count, length, plan, shape, mode)
     out = merge(*parts, start, count, plan, shape, mode)
+    return drop_padding(out, kv_heads, share)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "programs", "interpret", "options"))
+def run_prefill(
+    q: Array,
+    rel: Array,
+    bias: RelativeBias,
+    k_pages: Array,
+    v_pages: Array,
+    table: Array,
+    start: Array,
+    count: Array,
+    length: Array,
+    plan: PrefillPlan,
+    *,
+    window: int | None,
+    programs: int,
+    options: tuple[tuple[str, Any], ...] = (),
+    interpret: bool = False,
+) -> Array:
+    """The prefill kernel. A jit of its own: layers of a step lower it once."""
+    kv_heads = k_pages.shape[1]
+    share = q.shape[1] // kv_heads
+    q, rel = (pad_share(array, kv_heads) for array in (q, rel))
+    shape = PrefillShape(
+        share=padded_share(share),
+        kv_heads=kv_heads,
+        width=q.shape[2],
+        extent=bias.weight.shape[0],
+        page=k_pages.shape[2],
+        window=window,
+        programs=programs,
+        table_rows=halved_rows(bias.weight.shape[0]),
+        interpret=interpret,
+        **dict(options),
+    )
+    mode: Any = plgpu.InterpretGPUParams() if interpret else None
+    out = prefill(q, rel, bias.halved, k_pages, v_pages, table, start, count, length, plan, shape, mode)
     return drop_padding(out, kv_heads, share)
 
 
