@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from inkling_jax.errors import CapacityError, CheckpointError, ConfigError, InklingError, InputError
 
 if TYPE_CHECKING:
+    from inkling_jax.completion import Completion, Delta
     from inkling_jax.conversation import ChatCompletion, ChatDelta, ChatStream
     from inkling_jax.engine.request import SamplingParams
     from inkling_jax.inputs.prompt import Prompt
-    from inkling_jax.llm import LLM, Completion, Delta, load
+    from inkling_jax.llm import LLM, load
 
 __version__ = "0.1.0"
 
@@ -43,8 +44,8 @@ _HOMES = {
     "ChatCompletion": "inkling_jax.conversation",
     "ChatDelta": "inkling_jax.conversation",
     "ChatStream": "inkling_jax.conversation",
-    "Completion": "inkling_jax.llm",
-    "Delta": "inkling_jax.llm",
+    "Completion": "inkling_jax.completion",
+    "Delta": "inkling_jax.completion",
     "Prompt": "inkling_jax.inputs.prompt",
     "SamplingParams": "inkling_jax.engine.request",
 }

@@ -5,55 +5,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import reprlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from inkling_jax.completion import Completion, Delta, Writer
 from inkling_jax.config import ModelConfig
 from inkling_jax.conversation import ChatCompletion, ChatStream, chat
+from inkling_jax.engine.calls import EngineCalls
 from inkling_jax.engine.engine import Engine
-from inkling_jax.engine.output import Output, TokenLogprobs
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.messages import check_messages
 from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.prompt import Prompt
 from inkling_jax.inputs.tokenizer import Tokenizer
-from inkling_jax.interrupts import hold_interrupts
 from inkling_jax.loading import Loaded, load_model
 from inkling_jax.media import MediaItem
-from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
 
 PromptLike = str | Prompt | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 Effort = str | float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What a prompt led to. The stop token is not in `token_ids`; `text` is empty without a tokenizer."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str  # "stop", "length", "cancelled" or "error"
-    logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_tokens: int
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """A piece of a completion: whole characters only. The last one carries the finish reason."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    error: str | None = None
 
 
 def load(source: str | os.PathLike[str], **options: Any) -> LLM:
@@ -75,7 +51,7 @@ class LLM:
         self.engine: Engine = loaded.engine
         self.processor: Processor = loaded.processor
         self._render_chat = loaded.render_chat
-        self._mail: dict[int, deque[Output]] = {}  # by request: calls may be nested, such as generate in the loop over a stream
+        self.calls = EngineCalls(loaded.engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -118,18 +94,19 @@ class LLM:
         settings: list[Any] = list(sampling) if isinstance(sampling, list | tuple) else [sampling] * len(listed)
         if len(settings) != len(listed):
             raise InputError(f"{len(listed)} prompts but {len(settings)} sampling settings: give one for all, or one each")
-        requests = [
-            request for prompt, params in zip(listed, settings, strict=True) for request in self._requests(prompt, params)
-        ]
-        writers = [_Writer(self.tokenizer, request) for request in requests]
-        for index, output in self._run(requests):
-            if writers[index].push(output).finish_reason is not None:
-                self.engine.cancel(output.request_id)  # a stop string ends it before the model does
+        requests = [request for prompt, params in zip(listed, settings, strict=True) for request in self.requests(prompt, params)]
+        writers = [Writer(self.tokenizer, request) for request in requests]
+        with self.calls.open() as call:
+            writer_of = {call.add(request): writer for request, writer in zip(requests, writers, strict=True)}
+            while call:
+                for request_id, output in call.step():
+                    if writer_of[request_id].push(output).finish_reason is not None:
+                        call.drop(request_id)  # a stop string ends it before the model does
         return [writer.completion() for writer in writers]
 
     def stream(self, prompt: PromptLike, sampling: SamplingParams = SamplingParams()) -> Generator[Delta, None, None]:
         """Pieces of one completion as they are made. Closing the iterator cancels the request."""
-        requests = self._requests(prompt, sampling)
+        requests = self.requests(prompt, sampling)
         if sampling.n != 1:
             raise InputError(f"stream yields one completion, SamplingParams.n is {sampling.n}")
         return self._stream(requests)
@@ -171,56 +148,25 @@ class LLM:
         return chat(self, messages, tools, effort, sampling, stream)
 
     def _stream(self, requests: list[Request]) -> Generator[Delta, None, None]:
-        writer = _Writer(self.tokenizer, requests[0])
-        for _, output in self._run(requests):
-            delta = writer.push(output)
-            if delta.text or delta.token_ids or delta.finish_reason is not None:
-                yield delta
-            if delta.finish_reason is not None:
-                return
-
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, Output]]:
-        """Outputs with the index of their request; whatever is unfinished when the caller stops is cancelled."""
-        index: dict[int, int] = {}
-        try:
-            for i, request in enumerate(requests):
-                request_id = self.engine.add(request)
-                index[request_id], self._mail[request_id] = i, deque()
-            while any(self._mail[request_id] or self.engine.pending(request_id) for request_id in index):
-                if not any(self._mail[request_id] for request_id in index):
-                    self._uninterrupted(self._step)
-                for request_id, i in index.items():
-                    while self._mail[request_id]:
-                        yield i, self._mail[request_id].popleft()
-            if self.engine.closed:
-                raise InputError("this model was closed while a prompt ran")
-        finally:
-            for request_id in index:
-                self.engine.cancel(request_id)
-                del self._mail[request_id]
-
-    def _step(self) -> None:
-        """Step the engine and put its outputs where each running call finds its own."""
-        for output in self.engine.step():
-            if output.request_id in self._mail:
-                self._mail[output.request_id].append(output)
+        writer = Writer(self.tokenizer, requests[0])
+        with self.calls.open() as call:
+            call.add(requests[0])
+            while call:
+                for _, output in call.step():
+                    delta = writer.push(output)
+                    if delta.text or delta.token_ids or delta.finish_reason is not None:
+                        yield delta
+                    if delta.finish_reason is not None:
+                        return
 
     def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         ids, media = self._read(prompt)
         chunks = self.engine.evaluate(ids, trace, media)
-        while (chunk := self._uninterrupted(lambda: next(chunks, None))) is not None:
+        while (chunk := self.calls.uninterrupted(lambda: next(chunks, None))) is not None:
             yield chunk
 
-    def _uninterrupted[T](self, step: Callable[[], T]) -> T:
-        """What `step` returns. Ctrl-C waits for its end, or the state would be lost; a second one does not, and closes all."""
-        with hold_interrupts():
-            try:
-                return step()
-            except KeyboardInterrupt:
-                self.close()
-                raise
-
-    def _requests(self, prompt: PromptLike, params: SamplingParams) -> list[Request]:
+    def requests(self, prompt: PromptLike, params: SamplingParams) -> list[Request]:
+        """What the engine is asked for the n samples of a prompt. Raises InputError for what is wrong with it."""
         if not isinstance(params, SamplingParams):
             raise InputError(
                 f"sampling is {reprlib.repr(params)}: expected SamplingParams, or a list of them, one for each prompt"
@@ -253,47 +199,6 @@ class LLM:
         if self.tokenizer is None:
             raise InputError(f"{what} needs a tokenizer, and this model came without a tokenizer.json: give token ids")
         return self.tokenizer
-
-
-class _Writer:
-    """Turns the outputs of one request into text, and ends it at a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, request: Request):
-        self._request = request
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stop=request.params.stop) if tokenizer else None
-        self._tokens: list[int] = []
-        self._shown = 0  # tokens in deltas so far; later ones may yet belong to a stop string
-        self._logprobs: list[TokenLogprobs] = []
-        self._text: list[str] = []
-        self._reason: str | None = None
-        self._error: str | None = None
-
-    def push(self, output: Output) -> Delta:
-        """The new piece; its finish_reason is set where the request ends here, by the model or by a stop string."""
-        if self._reason is not None:
-            return Delta("", ())
-        self._tokens += output.token_ids
-        self._logprobs += output.logprobs
-        text, kept, reason = "", len(self._tokens), output.finish_reason
-        if self._detokenizer is not None:
-            text = self._detokenizer.push(output.token_ids)
-            if reason is not None:
-                text += self._detokenizer.finish()
-            kept = self._detokenizer.kept_tokens
-            if self._detokenizer.stopped is not None:
-                reason = "stop"
-        if reason is not None:
-            del self._tokens[kept:], self._logprobs[kept:]
-        new = tuple(self._tokens[self._shown : kept])
-        self._shown, self._reason, self._error = kept, reason, output.error
-        self._text.append(text)
-        return Delta(text, new, reason, output.error)
-
-    def completion(self) -> Completion:
-        """Everything so far."""
-        logprobs = tuple(self._logprobs) if self._request.params.logprobs is not None else None
-        text, reason = "".join(self._text), self._reason or "cancelled"
-        return Completion(tuple(self._tokens), text, reason, logprobs, len(self._request.prompt_ids), self._error)
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -35,13 +35,11 @@ class ScriptedEngine:
         self._running: dict[int, list[Step]] = {}
 
     def add(self, request: Request) -> int:
+        self.closed = False  # by an interrupt in the midst of a step, which does no harm here
         self.requests.append(request)
         number = len(self.requests) - 1
         self._running[number] = self.scripts[number]
         return number
-
-    def pending(self, number: int) -> bool:
-        return number in self._running
 
     def cancel(self, number: int) -> None:
         if self._running.pop(number, None) is not None:

@@ -205,7 +205,6 @@ def test_a_model_that_is_closed_ends_the_talk(talk: Talk, monkeypatch: pytest.Mo
         return []
 
     monkeypatch.setattr(ScriptedEngine, "step", close)
-    monkeypatch.setattr(ScriptedEngine, "pending", lambda self, _: not self.closed)
     with pytest.raises(InputError, match="this model was closed"):
         talk("one\ntwo\n", [[]], person=True)
 

@@ -69,6 +69,7 @@ RULES = [
     Rule("outputs", never=("model", "layers", "engine", *FRONT)),
     Rule("memory", never=("inputs", "outputs", "loading", "llm", *PROGRAMS)),
     Rule("loading", never=("outputs", "conversation", "llm", *PROGRAMS)),
+    Rule("completion", only=("engine", "inputs", "outputs")),
     Rule("conversation", never=("loading", *PROGRAMS)),
     Rule("llm", never=PROGRAMS),
     Rule("demo_model", only=("config*", "convert", "inputs"), without=("jax", "jaxlib", "flax")),

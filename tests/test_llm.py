@@ -48,7 +48,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
     scheduler = llm.engine.scheduler
     assert not scheduler.running and not scheduler.waiting and len(scheduler.free_slots) == SLOTS
     assert scheduler.pools["global"].free == scheduler.pools["global"].pages
-    assert not llm._mail
+    assert not llm.calls.mail
 
 
 def test_oracle_through_the_public_names(oracle_dir: Callable[..., Path], expected: Callable[..., dict[str, np.ndarray]]) -> None:

@@ -91,10 +91,6 @@ class Engine:
         """Whether any request is unfinished or any result unread."""
         return bool(self._sequences or self._in_flight)
 
-    def pending(self, request_id: int) -> bool:
-        """Whether a request is still waiting or running."""
-        return request_id in self._sequences
-
     def close(self) -> None:
         """Free the device memory of weights and state; later calls raise InputError."""
         if not self.state.length.is_deleted():
