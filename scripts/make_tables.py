@@ -63,6 +63,14 @@ COLUMNS: dict[str, list[Column]] = {
         (SHARE, _percent("ratio")),
         ("plan us a step", _number("plan_us", 1)),
     ],
+    "expert_matmul": [
+        ("case", lambda row: f"`{row['case']}`"),
+        ("us a call", _number("time_us", 1)),
+        ("kernels run us", _number("kernels_us", 1)),
+        ("bound us", _number("bound_us", 1)),
+        (SHARE, _percent("ratio")),
+        ("error", _error("rel_err")),
+    ],
     "compare_transformers": [
         ("batch", _number("batch")),
         (WHO, lambda row: row["kernels"] if row["bench"].endswith("_rival") else f"inkling_jax, {row['kernels']}"),
