@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from inkling_jax.completion import Completion
 from inkling_jax.engine.output import TokenLogprobs
 from inkling_jax.engine.request import SamplingParams
 from inkling_jax.errors import InputError
@@ -131,11 +132,25 @@ def chat(
     if isinstance(params, SamplingParams) and params.n != 1:
         raise InputError(f"chat gives one answer, SamplingParams.n is {params.n}")
     (made,) = llm.generate([prompt], params)
-    tokenizer = _tokenizer(llm)
-    parser = OutputParser(tokenizer, prompt.token_ids, first_call)
+    return told_apart(_tokenizer(llm), made, prompt.token_ids, first_call)
+
+
+def told_apart(tokenizer: Tokenizer, made: Completion, prompt_ids: Sequence[int], first_call: int = 0) -> ChatCompletion:
+    """A completion of a chat's prompt as an answer; `first_call` is how many tool calls the conversation holds already."""
+    parser = OutputParser(tokenizer, prompt_ids, first_call)
     parser.push(made.token_ids, _beyond_stop(tokenizer, made.token_ids, made.text) if made.finish_reason == "stop" else 0)
     parser.finish()
     return _completion(parser.parsed, made.token_ids, made.finish_reason, made.prompt_tokens, made.logprobs, made.error)
+
+
+def answer_fields(answer: ChatCompletion) -> dict[str, Any]:
+    """What JSON output says of an answer beside its text, tokens and end."""
+    return {
+        "reasoning": answer.reasoning,
+        "content": answer.content,
+        "tool_calls": [dataclasses.asdict(call) for call in answer.tool_calls],
+        "malformed_calls": [dataclasses.asdict(call) for call in answer.malformed_calls],
+    }
 
 
 def calls_in(messages: Sequence[Mapping[str, Any]]) -> int:

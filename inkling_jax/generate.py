@@ -1,4 +1,6 @@
-"""Generate text from the command line: `python -m inkling_jax.generate`. One prompt, standard input, or a conversation."""
+"""Generate text from the command line: `python -m inkling_jax.generate`. One prompt, standard input,
+a conversation, or a file of requests.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inkling_jax.command_line import is_terminal, print_error, run, set_up_messages, start_jax
+from inkling_jax.config import PRESETS
 from inkling_jax.errors import InputError
-from inkling_jax.generate_options import make_parser
+from inkling_jax.generate_options import SLOTS, make_parser
 from inkling_jax.sources import find_source
 
 if TYPE_CHECKING:
@@ -32,16 +35,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     set_up_messages(args.verbose, args.quiet)
+    if args.input is not None or args.output is not None:
+        return _run_batch(args)
     _check(args)
     params = _sampling(args)
     source = _read_source(args)
     model = _find_model(args)
     start = time.monotonic()
     platform = start_jax()
+    attachments = _attachments(args.media, model)
+    # one sequence runs at a time; where a token takes long, each is shown as it comes
+    with _load(args, model, slots=1, tokens_per_call=1 if platform == "cpu" else 8) as llm:
+        load_s = time.monotonic() - start
+        if args.chat:
+            return _converse(llm, args, params, attachments)
+        return _answer_once(llm, args, params, _prompt(llm, args, source, attachments), load_s)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    _check_batch(args)
+    params, model = _sampling(args), _find_model(args)
+    from inkling_jax.batch.request import Defaults
+    from inkling_jax.batch.run import Batch
+    from inkling_jax.batch.survey import Shard
+    from inkling_jax.config import ModelConfig
+
+    def load() -> LLM:
+        start_jax()
+        return _load(args, model, slots=args.slots, tokens_per_call=8)
+
+    told = model if model in PRESETS else repr(ModelConfig.from_directory(model))
+    defaults = Defaults(dataclasses.replace(params, seed=None), args.effort, args.seed or 0, told)
+    batch = Batch(args.input, args.output, defaults, Path(model).resolve().name, load, args.slots, Shard(*args.shard), args.quiet)
+    return batch.run()
+
+
+def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int) -> LLM:
     from inkling_jax.llm import load
 
-    attachments = _attachments(args.media, model)
-    with load(
+    return load(
         model,
         weights=args.weights,
         dtype=args.dtype,
@@ -50,14 +82,10 @@ def _generate(args: argparse.Namespace) -> int:
         kv_memory=args.kv_memory,
         kernels=args.kernels,
         page_size=args.page_size,
-        slots=1,  # one sequence runs at a time
-        tokens_per_call=1 if platform == "cpu" else 8,  # where a token takes long, show each as it comes
+        slots=slots,
+        tokens_per_call=tokens_per_call,
         quiet=args.quiet,
-    ) as llm:
-        load_s = time.monotonic() - start
-        if args.chat:
-            return _converse(llm, args, params, attachments)
-        return _answer_once(llm, args, params, _prompt(llm, args, source, attachments), load_s)
+    )
 
 
 def _converse(llm: LLM, args: argparse.Namespace, params: SamplingParams, attachments: list[dict[str, Any]]) -> int:
@@ -96,6 +124,9 @@ def _is_chat(args: argparse.Namespace) -> bool:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what cannot work before weights are read, which may take minutes; read the tools."""
+    for name, given in {"--slots": args.slots != SLOTS, "--shard": args.shard != (0, 1)}.items():
+        if given:
+            raise InputError(f"{name} belongs to --input")
     of_a_chat = {"--system": args.system, "--effort": args.effort, "--tools": args.tools, "--show-thinking": args.show_thinking}
     for name, given in of_a_chat.items():
         if given is not None and not _is_chat(args):
@@ -117,6 +148,24 @@ def _check(args: argparse.Namespace) -> None:
         parse_effort(args.effort)
     if args.tools is not None:
         args.tools = _read_tools(args.tools)
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    """Refuse options that do not go with a batch, and those of it that make no sense."""
+    for name in ("input", "output"):
+        if getattr(args, name) is None:
+            raise InputError(f"--input and --output belong together, and --{name} is missing")
+    alone = {"--raw": args.raw, "--system": args.system, "--tools": args.tools, "--json": args.json}
+    alone |= {f"--{kind}": source for kind, source in args.media} | {"--show-thinking": args.show_thinking}
+    for name, given in alone.items():
+        if given:
+            raise InputError(f"{name} belongs to a single prompt; each line of --input says what it holds")
+    if args.slots < 1:
+        raise InputError(f"--slots must be at least 1, got {args.slots}")
+    if args.effort is not None:
+        from inkling_jax.inputs.messages import parse_effort
+
+        parse_effort(args.effort)
 
 
 def _read_tools(file: str) -> list[dict[str, Any]]:
@@ -152,7 +201,7 @@ def _attachments(media: list[tuple[str, str]], model: str) -> list[dict[str, Any
 def _find_model(args: argparse.Namespace) -> str:
     """The model's directory or preset, downloaded if need be; refused where it cannot read the text that it is to be given."""
     found = find_source(args.model, args.weights)
-    needs = "text" if args.ids is None else "--stop" if args.stop else None
+    needs = None if args.input else "text" if args.ids is None else "--stop" if args.stop else None
     if needs and isinstance(found, str):
         raise InputError(f"{needs} needs a tokenizer, which the preset {found!r} has not: give token ids, such as --ids 1,2,3")
     # A directory that holds no model at all is for the loader to refuse.
@@ -216,15 +265,11 @@ def _system(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _record(answer: Answer, load_s: float) -> dict[str, Any]:
     """The object that --json prints."""
-    chat = answer.chat and {
-        "reasoning": answer.chat.reasoning,
-        "content": answer.chat.content,
-        "tool_calls": [dataclasses.asdict(call) for call in answer.chat.tool_calls],
-        "malformed_calls": [dataclasses.asdict(call) for call in answer.chat.malformed_calls],
-    }
+    from inkling_jax.conversation import answer_fields
+
     record: dict[str, Any] = {
         "text": answer.text,
-        **(chat or {}),
+        **(answer_fields(answer.chat) if answer.chat else {}),
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "usage": {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.token_ids)},

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 
 from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options
 
 MAX_TOKENS = 512
+SLOTS = 32
+
+BATCH = """\
+Each line of --input ("-": standard input) is a request: {"id": ..., "prompt": TEXT or [ids]} or
+{"id": ..., "messages": [...]}, with "tools", "effort" and sampling settings such as "max_tokens"
+beside it, or a line of an OpenAI batch file ({"custom_id", "url", "body"}). Media are paths,
+file:// or data: URLs. What a line does not say is as the options say; one without a seed gets it
+from --seed (here 0 by default) and its id. Each line leads to one line of --output with its id (or
+its number, where it has none) and the answer, or an "error". Lines that have theirs are not run
+again: after Ctrl-C, SIGTERM or a crash the same command goes on."""
 
 EXAMPLES = f"""\
 examples:
@@ -30,12 +41,16 @@ examples:
   # for another program: one JSON object and nothing else
   python -m inkling_jax.generate --model ./ckpt --prompt "Name a prime." --seed 7 --json --quiet
 
+  # a file of requests, a JSON object a line; the same command goes on where it was stopped
+  python -m inkling_jax.generate --model ./ckpt --input in.jsonl --output out.jsonl --slots 64 --max-tokens 1000
+
   # eight GPUs; a checkpoint without a tokenizer; a released shape without its files
   python -m inkling_jax.generate --model ./ckpt --mesh tensor=8 --prompt "Hello"
   python -m inkling_jax.generate --model ./ckpt --ids 1,2,3
   python -m inkling_jax.generate --model inkling-small --weights random --mesh tensor=8 --ids 1,2,3 --max-context 4096
 
-{EXIT_CODES}
+{EXIT_CODES} (143 by SIGTERM);
+of a batch 0 when every line has its record
 """
 
 
@@ -47,6 +62,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     _add_prompt_options(parser)
+    _add_batch_options(parser)
     _add_sampling_options(parser)
     _add_model_options(parser)
     output = parser.add_argument_group("output")
@@ -67,11 +83,12 @@ def make_parser() -> Parser:
 
 def _add_prompt_options(parser: Parser) -> None:
     group = parser.add_argument_group(
-        "prompt", "Without --prompt, --ids or --chat it is read from standard input, less one last newline."
+        "prompt", "Without --prompt, --ids, --input or --chat it is read from standard input, less one last newline."
     )
     source = group.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="what the user says: one turn of a chat")
     source.add_argument("--ids", metavar="1,2,3", help="token ids, taken as they are; without a tokenizer ids are printed too")
+    source.add_argument("--input", metavar="F.jsonl", help="a file of requests, for whose results --output is: see batch")
     source.add_argument("--chat", action="store_true", help="hold a conversation: each line read is a turn, until the input ends")
     group.add_argument("--raw", action="store_true", help="take the text as it is, not as a turn of a chat")
     group.add_argument("--system", metavar="TEXT", help="system message of the chat")
@@ -85,6 +102,22 @@ def _add_prompt_options(parser: Parser) -> None:
     group.add_argument("--tools", metavar="FILE", help="tools that the model may call: a JSON list in the OpenAI shape")
     group.add_argument(
         "--effort", metavar="E", help="thinking effort: none, minimal, low, medium, high, xhigh, or 0 to 0.99 (default 0.9)"
+    )
+
+
+def _add_batch_options(parser: Parser) -> None:
+    group = parser.add_argument_group("batch", BATCH)
+    group.add_argument(
+        "--output", metavar="F.jsonl", help="where the results go, a JSON object a line, in the order that they end"
+    )
+    group.add_argument("--slots", type=int, default=SLOTS, metavar="N", help="requests that run at once (default %(default)s)")
+    group.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="run only each N-th line, from line I + 1 on, I being 0 to N - 1: N hosts share a file, each with its own --output;"
+        " what they write is the whole when put together with cat",
     )
 
 
@@ -126,6 +159,14 @@ def _add_model_options(parser: Parser) -> None:
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
     )
     add_kernels_option(group)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if index >= count:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole: 0/4 to 3/4 are the four of one")
+    return index, count
 
 
 def _of_kind(kind: str, source: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Ctrl-C at points of our choosing: an interrupt between a donated call and its result would lose the state."""
+"""Signals at points of our choosing: an interrupt between a donated call and its result would lose the state."""
 
 from __future__ import annotations
 
@@ -33,3 +33,29 @@ def hold_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if held:
         before(*held[0])
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list to which the first Ctrl-C or SIGTERM that comes inside is added, in the place of what it does; a second one acts.
+
+    Those that the process was started to ignore stay so. For the main thread.
+    """
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+        else:
+            came.append(number)
+
+    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in heeded:
+        signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])

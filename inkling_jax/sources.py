@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def find_source(source: str, weights: str) -> Path | str:
         raise InputError(f"weights={weights!r}: expected 'checkpoint' or 'random'")
     path = Path(source).expanduser()
     if path.exists():
+        _refuse_adapter(path)
         return path
     if source in PRESETS:
         if weights != "random":
@@ -35,6 +37,22 @@ def find_source(source: str, weights: str) -> Path | str:
         raise CheckpointError(f"{source}: no such directory; expected a checkpoint directory with config.json")
     raise InputError(
         f"unknown model {source!r}: neither a directory nor a preset ({', '.join(PRESETS)}) nor a hub id (owner/name)"
+    )
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuse a LoRA adapter, which has no model's files, by what it is."""
+    file = directory / "adapter_config.json"
+    if not file.exists():
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    named = f" ({base})" if isinstance(base, str) else ""
+    raise CheckpointError(
+        f"{directory}: LoRA adapter layout is not supported: found adapter_config.json; "
+        f"merge it into the model that it belongs to{named}, and give that"
     )
 
 

@@ -56,7 +56,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("score", "logits and hidden states of a prompt (`llm.score`, `llm.trace`)", YES),
         both("media", "images, audio and video in prompts (`Prompt`, `llm.chat`)", YES),
         both("media_cli", "images, audio and video at the terminal (`--image`, `--audio`, `--video`)", YES),
-        both("batch", "a file of prompts (`--input`)", NO),
+        both("batch", "a file of requests, OpenAI's batch files among them (`--input`)", YES),
         both("draft", "speculative decoding with the draft head: loads, is not read", NO),
         both("prefix", "reuse of a common prefix", NO),
         both("kv_quantised", "a quantised KV cache", NO),

@@ -63,13 +63,18 @@ class ScriptedEngine:
         return outputs
 
 
-def scripted_llm(tokenizer: Tokenizer | None, *scripts: Iterable[Step]) -> LLM:
-    """An LLM of the built-in chat format that takes media, over a ScriptedEngine, which is its `engine`."""
+def llm_over(engine: Any, tokenizer: Tokenizer | None) -> LLM:
+    """An LLM of the built-in chat format that takes media, over an engine that stands in for the real one."""
     config = micro_config()
     processor = Processor(config, tokenizer, frozenset({"vision", "audio"}))
-    parts = {"tokenizer": tokenizer, "processor": processor, "render_chat": chat.render, "engine": ScriptedEngine(*scripts)}
+    parts = {"tokenizer": tokenizer, "processor": processor, "render_chat": chat.render, "engine": engine}
     loaded: Any = types.SimpleNamespace(config=config, summary="scripted", **parts)
     return LLM(loaded)
+
+
+def scripted_llm(tokenizer: Tokenizer | None, *scripts: Iterable[Step]) -> LLM:
+    """The same over a ScriptedEngine, which is its `engine`."""
+    return llm_over(ScriptedEngine(*scripts), tokenizer)
 
 
 def demo_tokenizer(directory: Path) -> Tokenizer:

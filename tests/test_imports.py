@@ -32,6 +32,7 @@ class Rule:
 
 # What people run, and what only that may know: the model works without any of it.
 PROGRAMS = (
+    "batch",
     "bench",
     "benchmarks",
     "chat_loop",
@@ -76,6 +77,7 @@ RULES = [
     Rule("command_line", only=("errors",)),
     Rule("terminal", never=("bench", "benchmarks", "chat_loop", "generate*")),
     Rule("chat_loop", never=("bench", "benchmarks", "generate*")),
+    Rule("batch", never=("bench", "benchmarks", "chat_loop", "generate*", "terminal")),
     Rule("generate_options", only=("command_line",)),
     Rule("generate", never=("bench", "benchmarks")),
     Rule("planning", never=("outputs", "llm", "bench", "benchmarks", "generate", "terminal")),
