@@ -33,28 +33,32 @@ class ResultFile:
         self.path = Path(name)
         if not self.path.parent.is_dir():
             raise InputError(f"--output {name}: there is no directory {self.path.parent}")
-        try:
-            self._fd = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise InputError(f"--output {name}: {error.strerror}") from None
         self._end = 0
         self._synced = time.monotonic()
+        self._written = False  # anything since then
         try:
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise InputError(f"--output {name}: not a regular file, which alone can be gone on with")
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise InputError(f"--output {name}: another process is writing to it") from None
-        except InputError:
-            os.close(self._fd)
-            raise
+            self._fd = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            self._take()
+        except OSError as error:
+            raise InputError(f"--output {name}: {error.strerror}") from None
 
     def __enter__(self) -> ResultFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take(self) -> None:
+        """See that it can be gone on with, and keep others out; closed again where that is not so."""
+        try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise InputError(f"--output {self.path}: not a regular file, which alone can be gone on with")
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (InputError, OSError) as error:
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise InputError(f"--output {self.path}: another process is writing to it") from None
+            raise
 
     def is_file(self, descriptor: int) -> bool:
         """Whether another open file is this one."""
@@ -87,6 +91,7 @@ class ResultFile:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
+            self._written = True
             if time.monotonic() - self._synced >= _SECONDS_BETWEEN_SYNCS:
                 self._sync()
         except OSError as error:
@@ -99,12 +104,13 @@ class ResultFile:
 
     def close(self) -> None:
         """Wait until all is on the disk."""
-        self._sync()
+        if self._written:
+            self._sync()
         os.close(self._fd)
 
     def _sync(self) -> None:
         os.fsync(self._fd)
-        self._synced = time.monotonic()
+        self._synced, self._written = time.monotonic(), False
 
     def _foreign(self, number: int) -> InputError:
         return InputError(f"--output {self.path}: line {number} is no record of a batch; give another file")
