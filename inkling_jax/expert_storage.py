@@ -66,8 +66,11 @@ def kernels_refused(
             hidden //= sizes.get(axis, 1)
         if not supported(config.hidden_size, hidden):
             return f"{kind} of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
-    widths = {shape.head_dim for shape in (config.global_attention, config.local_attention)}
-    return next((reason for width in widths if (reason := unsupported(page_size, width, config.rel_dim))), None)
+    for shape in (config.global_attention, config.local_attention):
+        reason = unsupported(page_size, shape.head_dim, config.rel_dim, shape.num_heads // shape.num_kv_heads)
+        if reason is not None:
+            return reason
+    return None
 
 
 def use_kernels(model: Inkling) -> Inkling:

@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def phase_of(case: Case) -> str:
-    return "decode" if sm90.is_decode(case.longest, case.heads // case.kv_heads) else "prefill"
+    return "decode" if sm90.is_decode(case.longest) else "prefill"
 
 
 def variant_call(case: Case, tokens: int, options: dict[str, Any]) -> tuple[Callable, Callable]:

@@ -31,15 +31,14 @@ def plan_attention(
     window: int | None,
     longest: int,
 ) -> DecodePlan | PrefillPlan | None:
-    """How a step's work is divided, the same for all layers with these heads and this window. None: nothing is to be planned."""
+    """How a step's work is divided, the same for all layers with these heads and this window. None: the reference runs."""
     if not isinstance(rel_bias, RelativeBias):
         return None
     from inkling_jax.kernels.paged_attention import sm90  # Pallas' GPU half takes a while to import, and few need it
 
-    share = heads // kv_heads
-    if sm90.is_decode(longest, share):
+    if sm90.is_decode(longest):
         return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window)
-    return None
+    return sm90.prefill_plan(start, count, length, tokens=tokens, share=heads // kv_heads, window=window)
 
 
 def paged_attention(
@@ -58,15 +57,11 @@ def paged_attention(
     context: int,
     plan: DecodePlan | PrefillPlan | None = None,
 ) -> Float[Array, "T N H"]:
-    """See `reference.paged_attention`. `plan`: plan_attention() of these rows.
-
-    Without one the reference runs, whatever the form of the bias.
-    """
+    """See `reference.paged_attention`. `plan`: plan_attention() of these rows."""
     rows = (k_pages, v_pages, table, start, count, length)
-    if plan is not None:
-        assert isinstance(rel_bias, RelativeBias)  # what is planned for has the form that asks for it
+    if isinstance(rel_bias, RelativeBias):
+        assert plan is not None  # of the same form
         from inkling_jax.kernels.paged_attention import sm90
 
         return sm90.paged_attention(q, rel, rel_bias, *rows, plan, window=window, longest=longest)
-    weight = rel_bias.weight if isinstance(rel_bias, RelativeBias) else rel_bias
-    return reference.paged_attention(q, rel, weight, *rows, window=window, longest=longest, context=context)
+    return reference.paged_attention(q, rel, rel_bias, *rows, window=window, longest=longest, context=context)

@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.paged_attention.bias import RelativeBias, halved_rows, padded_share
 from inkling_jax.kernels.paged_attention.decode import decode
-from inkling_jax.kernels.paged_attention.decode_shape import COMPUTE, MOST_QUERIES, DecodeShape
+from inkling_jax.kernels.paged_attention.decode_shape import MOST_QUERIES, DecodeShape
 from inkling_jax.kernels.paged_attention.merge import merge
-from inkling_jax.kernels.paged_attention.mosaic import ROWS
 from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
 from inkling_jax.kernels.paged_attention.prefill import prefill
 from inkling_jax.kernels.paged_attention.prefill_plan import PrefillPlan, plan_prefill
@@ -36,14 +35,9 @@ def processors() -> int:
     return getattr(device, "core_count", PROCESSORS) if device.platform == "gpu" else PROCESSORS
 
 
-def is_decode(longest: int, share: int) -> bool:
-    """Whether rows of at most `longest` query tokens, `share` query heads to a key head, go through the decode kernel."""
-    return longest <= MOST_QUERIES and longest * padded_share(share) <= COMPUTE * ROWS
-
-
-def is_prefill(share: int) -> bool:
-    """Whether rows of any query tokens, `share` query heads to a key head, go through the prefill kernel."""
-    return padded_share(share) <= MOST_SHARE
+def is_decode(longest: int) -> bool:
+    """Whether rows of at most `longest` query tokens go through the decode kernel; the prefill kernel takes any."""
+    return longest <= MOST_QUERIES
 
 
 def prefill_plan(
@@ -95,30 +89,29 @@ def paged_attention(
     `plan`: decode_plan() or prefill_plan() of these rows, which layers share.
     """
     check(q, rel, k_pages, v_pages)
-    share = q.shape[1] // k_pages.shape[1]
     arguments = (q, rel, bias, k_pages, v_pages, table, start, count, length)
     if isinstance(plan, PrefillPlan):
-        if not is_prefill(share):
-            raise ValueError(
-                f"{share} query heads a key head: the prefill kernel takes at most {MOST_SHARE}; the reference takes any"
-            )
         return run_prefill(*arguments, plan, window=window, programs=processors())
-    if not is_decode(longest, share):
+    if not is_decode(longest):
         raise ValueError(
-            f"{longest} query tokens a row, {share} query heads a key head: the decode kernel takes at most "
-            f"{MOST_QUERIES} tokens and {COMPUTE * ROWS} of both together; the prefill kernel takes any"
+            f"{longest} query tokens a row: the decode kernel takes at most {MOST_QUERIES}; the prefill kernel takes any"
         )
     return run_decode(*arguments, plan, window=window, longest=longest)
 
 
-def unsupported(page: int, width: int, rank: int) -> str | None:
-    """Why the kernels cannot take pages of `page` tokens, heads of `width`, `rank` bias coefficients a head; None: they can."""
+def unsupported(page: int, width: int, rank: int, share: int) -> str | None:
+    """Why the kernels cannot take these pages and heads; None: they can.
+
+    page: tokens of one. width, rank: channels and bias coefficients of a head. share: query heads of a key head.
+    """
     if page not in PAGE_SIZES:
         return f"pages of {page} tokens: the kernels take {PAGE_SIZES}; the reference takes any power of two"
     if width not in HEAD_WIDTHS:
         return f"heads of width {width}: the kernels take {HEAD_WIDTHS}; the reference takes any"
     if rank != REL_RANK:
         return f"{rank} bias coefficients a head: the kernels take {REL_RANK}; the reference takes any"
+    if share > MOST_SHARE:
+        return f"{share} query heads a key head: the kernels take at most {MOST_SHARE}; the reference takes any"
     return None
 
 
@@ -128,7 +121,7 @@ def check(q: Array, rel: Array, k_pages: Array, v_pages: Array) -> None:
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key heads")
-    reason = unsupported(page, width, rel.shape[-1])
+    reason = unsupported(page, width, rel.shape[-1], heads // kv_heads)
     if reason is not None:
         raise ValueError(reason)
     for name, array in (("q", q), ("rel", rel), ("k_pages", k_pages), ("v_pages", v_pages)):
