@@ -165,14 +165,16 @@ def test_a_video_is_its_frames():
 @pytest.mark.parametrize(
     ("effort", "spelled"),
     [(None, "0.9"), (0, "0"), (0.0, "0"), ("0", "0"), ("none", "0"), ("minimal", "0.1"), (0.10, "0.1"), ("0.35", "0.35")]
-    + [(0.29, "0.29")]
+    + [(0.29, "0.29"), (-0.0, "0"), ("-0", "0")]
     + [("medium", "0.7"), ("high", "0.9"), ("xhigh", "0.99"), ("max", "0.99"), (0.99, "0.99"), (0.01, "0.01")],
 )
 def test_effort(effort, spelled: str):
     assert Text(f"Thinking effort level: {spelled}") in render([USER], effort=effort)
 
 
-@pytest.mark.parametrize("effort", [1, 1.0, 0.991, -0.1, 0.355, float("nan"), float("inf"), "loud", "", True, [0.5], "1e9"])
+@pytest.mark.parametrize(
+    "effort", [1, 1.0, 0.991, -0.1, 0.355, float("nan"), float("inf"), "loud", "", True, [0.5], "1e9", 10**400]
+)
 def test_bad_effort(effort):
     with pytest.raises(InputError, match="effort .* is none of none, minimal, .*0 to 0.99 with at most two decimals"):
         render([USER], effort=effort)

@@ -32,7 +32,7 @@ def test_paths_and_file_urls(file, monkeypatch):
 
 
 def test_bytes_and_data_urls():
-    """Bytes-like objects are taken as they are; base64 with any type and parameters, percent-encoded or not, is decoded."""
+    """Bytes-like objects are taken as they are; base64 with any type, percent-encoded, in lines or neither, is decoded."""
     data = bytes(range(256))
     text = base64.b64encode(data).decode()
     for source in (data, bytearray(data), memoryview(data)):
@@ -40,6 +40,7 @@ def test_bytes_and_data_urls():
     for head in ("data:;base64,", "data:audio/wav;base64,", "DATA:text/plain;charset=utf-8;BASE64,"):
         assert find_media(head + text, "image 1") == data
     assert find_media("data:;base64," + text.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"), "image 1") == data
+    assert find_media("data:;base64," + base64.encodebytes(data).decode(), "image 1") == data
 
 
 @pytest.mark.parametrize(

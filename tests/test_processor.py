@@ -79,6 +79,13 @@ def test_a_raw_prompt_of_parts(processor: Processor, tokenizer: Tokenizer, slots
     assert all(np.shares_memory(item.values, given) for item, given in zip(found, [*prompt.images], strict=False))
 
 
+@pytest.mark.parametrize("parts", ["abc", {"type": "text", "text": "abc"}, None, 5])
+def test_a_raw_prompt_is_a_list_of_parts(parts: Any, processor: Processor) -> None:
+    """A string is not taken apart into characters, nor a part into its keys."""
+    with pytest.raises(InputError, match=f"the parts of a prompt are a {type(parts).__name__}: expected a list of them"):
+        processor.prompt(parts)
+
+
 def test_a_video_is_its_frames(processor: Processor, tokenizer: Tokenizer, slots: tuple[int, int]) -> None:
     """Each behind its own begin token in a raw prompt; by hand, in the image placeholders one after the other."""
     shown = dataclasses.replace(processor, videos=VideoConfig(fps=1, max_frames=2))

@@ -72,7 +72,8 @@ def _decode(url: str, name: str) -> bytes:
     if not comma or not head.lower().endswith(";base64"):
         raise InputError(f"{name}: {_short(url)} is no data: URL with base64; data:TYPE;base64,... would be right")
     try:
-        return base64.b64decode(unquote(payload) if "%" in payload else payload, validate=True)
+        payload = unquote(payload) if "%" in payload else payload
+        return base64.b64decode("".join(payload.split()), validate=True)  # encoders break it into lines
     except (binascii.Error, ValueError) as error:
         raise InputError(f"{name}: the base64 of {_short(url)} is broken: {error}") from None
 

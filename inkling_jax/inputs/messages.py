@@ -39,12 +39,12 @@ def parse_effort(effort: str | float | None) -> float:
         return EFFORT_NAMES[effort]
     try:
         value = math.nan if isinstance(effort, bool) else float(effort)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 <= value <= MAX_EFFORT or abs(value * 100 - round(value * 100)) > 1e-6:
         names = ", ".join(EFFORT_NAMES)
         raise InputError(f"effort {effort!r} is none of {names}, nor a number from 0 to {MAX_EFFORT} with at most two decimals")
-    return round(value, 2)
+    return abs(round(value, 2))  # minus zero would be spelled "-0"
 
 
 def canonical_json(value: Any, where: str) -> str:

@@ -57,7 +57,9 @@ class Processor:
         the part at fault.
         """
         segments: list[Segment] = []
-        checked = check_content(list(parts), "user", "parts", self.frames)
+        if not isinstance(parts, list | tuple):  # a string has characters and a mapping keys, and neither are parts
+            raise InputError(f"the parts of a prompt are a {type(parts).__name__}: expected a list of them")
+        checked = check_content(parts, "user", "parts", self.frames)
         assert isinstance(checked, list)
         for part in checked:
             kind = part["type"]
