@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from scripted import CALL, END, MODEL, OVER, SAY, THINK, demo_tokenizer, ids_of,
 from inkling_jax.batch.request import Defaults
 from inkling_jax.batch.run import Batch
 from inkling_jax.batch.runner import AHEAD
-from inkling_jax.batch.survey import Shard
+from inkling_jax.batch.survey import Shard, Survey
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -153,12 +153,12 @@ def test_killed_twenty_times(tmp_path: Path, directory: Path, tokenizer: Tokeniz
 
 def test_cut_anywhere(run: Run, tmp_path: Path) -> None:
     """Wherever the file is cut, what is whole stays as it is, what is not is made again, and nothing is there twice."""
-    lines = [{"prompt": "ü"}, {"custom_id": "c", "body": {"prompt": "b"}}, b"[]", {"id": "ü", "prompt": "c"}]
+    lines = [{"prompt": "ü"}, {"prompt": "ü"}, {"custom_id": "c", "body": {"prompt": "b"}}, b"[]", {"id": "ü", "prompt": "c"}]
     output = tmp_path / "out.jsonl"
     whole = by_id(run(lines)[1])
     data = output.read_bytes()
     last = data.rfind(b"\n", 0, -1)
-    for cut in (*range(0, last, 11), *range(last, len(data))):  # 11 is no divisor of anything here, so all kinds of places come
+    for cut in (*range(0, last, 23), *range(last, len(data), 3)):
         output.write_bytes(data[:cut])
         code, records = run(lines)
         assert code == 0 and by_id(records) == whole, cut
@@ -260,11 +260,14 @@ def test_a_changed_line_is_refused(run: Run) -> None:
 
 
 def test_nothing_to_run_loads_nothing(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A batch that is done, and one of errors alone."""
+    """A batch that is done, then with a line that repeats an id, and one of errors alone."""
     lines = [{"prompt": "a"}, {"prompt": ""}]
     run(lines)
     engine = AnsweringEngine()
-    for given, output in ((lines, "out.jsonl"), ([b"{", b"}"], "errors.jsonl"), ([], "empty.jsonl")):
+    repeated = [*lines, {"id": 1, "prompt": "b"}]
+    for given, output in (
+        (lines, "out.jsonl"), (repeated, "out.jsonl"), ([b"{", b"}"], "errors.jsonl"), ([], "empty.jsonl")
+    ):  # fmt: skip
         code, records = run(given, engine, output)
         assert code == 0 and len(records) == len(given) and not engine.closed
     assert "in.jsonl holds no line" in caplog.text
@@ -326,19 +329,31 @@ def test_shards_are_the_whole(run: Run) -> None:
 
 
 def test_lines_are_read_as_there_is_room(run: Run) -> None:
-    """Of a long file no more is ever in memory than runs and a few that come next."""
-    engine, seen = AnsweringEngine(), []
+    """Of a long file no more is ever in memory than runs and a few that come next; and the slots are full all the time."""
+    engine, seen, read_before = AnsweringEngine(seconds=0.002), [], []
     add = engine.add
 
     def watched(request: Request) -> int:
         seen.append(engine.steps)
+        read_before.append(lines_read[0])
         return add(request)
 
+    lines_read = [0]
+    tasks = Survey.tasks
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for task in tasks(*arguments):
+            lines_read[0] += 1
+            yield task
+
     engine.add = watched
-    run([{"prompt": "a", "id": n} for n in range(300)], engine)
-    assert len(seen) == 300 and engine.most <= SLOTS
-    assert max(seen) > 200  # steps: requests came in over the whole run
-    assert AHEAD < 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Survey, "tasks", counted)
+        run([{"prompt": "a", "id": n} for n in range(300)], engine)
+    assert len(seen) == 300 and engine.most == SLOTS
+    assert all(read <= n + SLOTS + AHEAD + 1 for n, read in enumerate(read_before))
+    work = sum(max(len(answer_to(request)[0]), 1) for request in engine.requests)
+    assert work / SLOTS <= engine.steps <= 1.1 * work / SLOTS
 
 
 def test_openai_responses(run: Run, tokenizer: Tokenizer) -> None:

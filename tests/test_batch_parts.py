@@ -211,11 +211,12 @@ def test_progress_in_plain_lines() -> None:
             now[0] = float(second)
             done = second if second <= 60 else 60 + 9 * (second - 60)
             progress.update(done, 100 * second)
+        progress.update(601, 12000)  # too soon to be shown, but it counts
     told = stream.getvalue().splitlines()
     assert len(told) == 12
     assert told[0] == "batch: 10 of 1,200 lines, 100.0 tokens/s, 1.00 requests/s, 19 min 50 s left"
     assert told[-1] == "batch: 600 of 1,200 lines, 100.0 tokens/s, 9.00 requests/s, 1 min 7 s left"
-    assert progress.average() == "600 lines in 2 min 0 s: 5.00 requests/s, 100.0 tokens/s"
+    assert progress.average() == "601 lines in 2 min 0 s: 5.01 requests/s, 100.0 tokens/s"
 
 
 def test_progress_at_a_terminal_and_quiet() -> None:

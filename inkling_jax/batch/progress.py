@@ -29,6 +29,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._start = self._told = self._clock()
         self._seen = deque([(self._start, 0, 0)])
+        self._now = 0, 0
         if self._bar is not None:
             self._task = self._bar.add_task("", total=self._total)
             self._bar.start()
@@ -37,6 +38,7 @@ class Progress:
     def update(self, lines: int, tokens: int) -> None:
         """So much is done by now."""
         now = self._clock()
+        self._now = lines, tokens
         if now - self._seen[-1][0] < 0.5 and lines < self._total:
             return
         self._seen.append((now, lines, tokens))
@@ -54,12 +56,14 @@ class Progress:
 
     def average(self) -> str:
         """A line on all that was done here."""
-        lines, tokens = self._seen[-1][1:]
+        lines, tokens = self._now
         seconds = max(self._clock() - self._start, 1e-9)
         return f"{lines:,} lines in {time_text(seconds)}: {lines / seconds:.2f} requests/s, {tokens / seconds:,.1f} tokens/s"
 
     def _pace(self) -> str:
         (then, lines_then, tokens_then), (now, lines, tokens) = self._seen[0], self._seen[-1]
+        if not tokens:
+            return "no token yet (a first run compiles)"
         seconds = max(now - then, 1e-9)
         rate = (lines - lines_then) / seconds
         left = f"{time_text((self._total - lines) / rate)} left" if rate else "time left unknown"
