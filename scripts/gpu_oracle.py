@@ -12,8 +12,9 @@ import argparse
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +24,7 @@ from inkling_jax.benchmarks.ceilings import ReadCeiling, read_ceiling
 from inkling_jax.benchmarks.rows import Row, make_row, save_rows
 from inkling_jax.benchmarks.timing import best_seconds
 from inkling_jax.benchmarks.traffic import step_traffic
-from inkling_jax.convert.safetensors_reader import Checkpoint
-from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.convert.converted import open_weights
 from inkling_jax.llm import LLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -71,24 +71,33 @@ def row(
 ) -> Row:
     """What `distances` found as a result row. Its time is that of tracing the longest prompt, everything compiled."""
     ids = max((answers[name] for name in answers if name.endswith(".ids")), key=len).tolist()
-    leaves = WeightPlan.build(llm.config, Checkpoint.open(directory)).abstract(dtype)
-    traffic = step_traffic(leaves, llm.config.text, {}, rows=1, queries=len(ids), contexts=range(len(ids), len(ids) + 1))
     return make_row(
         "oracle",
         f"{preset} nvfp4 {dtype}",
         "prefill",
         jax.devices()[0],
         kernels=kernels,
-        time_us=best_seconds(lambda: list(llm.engine.evaluate(ids, trace=True))) * 1e6,
-        bound_us=traffic.bytes / ceiling.bytes_per_second * 1e6,
-        tokens=len(ids),
         rel_err=found["logits"],
         rel_err_median_token=found["token"],
         rel_err_hidden=found["hidden"],
         rel_err_routing=found["weights"],
         routed_otherwise=found["experts"],
-        **ceiling.fields(),
+        **prompt_time(llm, directory, ids, ceiling, trace=True),
     )
+
+
+def prompt_time(llm: LLM, directory: Path, ids: Sequence[int], ceiling: ReadCeiling, trace: bool = False) -> dict[str, Any]:
+    """Devices, time, bound, tokens and ceiling of a row: of reading a prompt in chunks, everything compiled."""
+    devices = llm.engine.programs.mesh.size
+    leaves = open_weights(llm.config, directory).abstract(llm.engine.programs.dtype)
+    traffic = step_traffic(leaves, llm.config.text, {}, rows=1, queries=len(ids), contexts=range(len(ids), len(ids) + 1))
+    return {
+        "devices": devices,
+        "time_us": best_seconds(lambda: list(llm.engine.evaluate(ids, trace))) * 1e6,
+        "bound_us": traffic.bytes / devices / ceiling.bytes_per_second * 1e6,
+        "tokens": len(ids),
+        **ceiling.fields(),
+    }
 
 
 if __name__ == "__main__":

@@ -96,6 +96,17 @@ COLUMNS: dict[str, list[Column]] = {
         ("routing weights", _error("rel_err_routing")),
         ("routed otherwise", _percent("routed_otherwise")),
     ],
+    "parity": [
+        ("case", lambda row: row["case"]),
+        ("tokens in chunks", _number("chunks_tokens")),
+        ("otherwise", _number("chunks_otherwise")),
+        ("clear", _number("chunks_clear")),
+        ("clear, otherwise", _number("chunks_clear_otherwise")),
+        ("tokens decoded", _number("decoded_tokens")),
+        ("otherwise", _number("decoded_otherwise")),
+        ("clear", _number("decoded_clear")),
+        ("clear, otherwise", _number("decoded_clear_otherwise")),
+    ],
 }
 
 
