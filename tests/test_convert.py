@@ -194,6 +194,33 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
         inkling_jax.load(copy, quiet=True)
 
 
+def test_what_is_lost_does_not_read_as_zeros(copy: Path) -> None:
+    """A file that is gone when it is read, after sizes were compared."""
+    plan = open_weights_of(copy)
+    (copy / STATE / "embed/c/1/0").unlink()
+    with pytest.raises(CheckpointError, match=r"state/embed: cannot be read: NOT_FOUND: .* is missing"):
+        plan.assemble("embed")
+
+
+def test_a_lost_copy_is_named(source: Path, tmp_path: Path) -> None:
+    """A template above all, without which chats are rendered by another. What loading does not read may go."""
+    published, destination = shutil.copytree(source, tmp_path / "published"), tmp_path / "model"
+    for name in ("chat_template.jinja", "README.md"):
+        (published / name).write_text("{{ messages }}")
+    convert(Conversion.of(published, destination), quiet=True)
+    (destination / "README.md").unlink()
+    assert open_weights_of(destination).parameters
+    (destination / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja: is missing; the source had it"):
+        open_weights_of(destination)
+
+
+def test_a_published_checkpoint_may_hold_a_directory_of_that_name(source: Path, tmp_path: Path) -> None:
+    published = shutil.copytree(source, tmp_path / "published")
+    (published / "weights").mkdir()
+    assert open_weights_of(published).parameters.keys() == open_weights_of(source).parameters.keys()
+
+
 def test_a_flipped_bit_is_noticed(source: Path, copy: Path) -> None:
     """By the checksum of its chunk when it is read; where a number was written anew with its checksum, by comparison."""
     file = copy / STATE / "embed/c/0/0"
@@ -240,6 +267,11 @@ def test_verify_reads_the_copied_files_too(source: Path, copy: Path) -> None:
         (lambda record: record["parameters"]["embed"].update(dtype="uint8"), "dtype uint8, expected a float"),
         (lambda record: record["parameters"]["layers.2.mlp.router.bias"].update(dtype="bfloat16"), "expected float32"),
         (lambda record: record["parameters"]["embed"]["files"].update({"c/9/9": 1}), "embed/c/9/9: is missing"),
+        (lambda record: record["parameters"]["embed"]["files"].update({"\0": 1}), "is missing .*null byte"),
+        (
+            lambda record: record["parameters"].update({f"layers.{'9' * 5000}.mlp.experts.w13.values": {}}),
+            "has no place for 1 of its parameters: 'layers.999",
+        ),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(copy: Path, edit: Callable[[dict], None], told: str) -> None:

@@ -30,7 +30,7 @@ JOURNAL = "conversion.journal"  # of a conversion under way: what is finished, o
 WEIGHTS = "weights"
 VERSION = 1
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
-_PACKED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(w13|w2)\.values")
+_PACKED = re.compile(r"layers\.(\d{1,9})\.mlp\.experts\.(w13|w2)\.values")
 _PARTIAL = "; the same conversion, run again, goes on with it"
 
 
@@ -40,7 +40,7 @@ def open_weights(config: ModelConfig, directory: Path) -> WeightPlan:
         return _plan(config, directory)
     if (directory / JOURNAL).exists():
         raise CheckpointError(f"{directory}: a conversion that is not finished{_PARTIAL}")
-    if (directory / WEIGHTS).is_dir():
+    if (directory / WEIGHTS / STATE).is_dir():
         raise CheckpointError(f"{directory}: its {RECORD} is missing, so its {WEIGHTS}/ cannot be trusted; convert again")
     return WeightPlan.build(config, Checkpoint.open(directory))
 
@@ -68,9 +68,21 @@ def _plan(config: ModelConfig, directory: Path) -> WeightPlan:
     for fault, paths in (("lacks", declared.keys() - held.keys()), ("has no place for", held.keys() - declared.keys())):
         if paths:
             raise CheckpointError(f"{where}: the model of config.json {fault} {len(paths)} of its parameters: {show(min(paths))}")
+    _check_copies(record, directory)
     sources = {path: _source(directory, path, held[path], *declared[path]) for path in held}
     tensors = {path: _tensor(directory, path, source) for path, source in sources.items()}
     return WeightPlan(Checkpoint(directory, tensors), sources, packed, towers, (), ())
+
+
+def _check_copies(record: dict[str, Any], directory: Path) -> None:
+    """Raise CheckpointError for a missing file that went along with the weights: without its template a model chats otherwise.
+
+    That they are still what they were is not asked: they are there to be edited, as those of a source are.
+    """
+    copied = record.get("copied")
+    for name in copied if isinstance(copied, dict) else ():
+        if name.endswith((".json", ".jinja")) and not (directory / name).is_file():
+            raise CheckpointError(f"{directory / name}: is missing; the source had it, copy it from there")
 
 
 def _declared(
@@ -101,8 +113,9 @@ def _source(directory: Path, path: str, entry: Any, shape: tuple[int, ...], dtyp
         file = place / name
         try:
             found = os.stat(file).st_size
-        except OSError as error:
-            raise CheckpointError(f"{file}: is missing ({error.strerror}); convert again") from None
+        except (OSError, ValueError) as error:  # the latter for a name that no file can have
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{file}: is missing ({reason}); convert again") from None
         if found != size:
             raise CheckpointError(f"{file}: {found} bytes, expected {size}: truncated or damaged; convert again")
     content = StoredArray(place, shape, stored)

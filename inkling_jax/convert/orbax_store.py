@@ -153,10 +153,10 @@ def _metadata(grid: Grid, dtype: np.dtype) -> dict[str, Any]:
 
 def _open(directory: Path, metadata: dict[str, Any] | None = None) -> tensorstore.TensorStore:
     """Open an array, or with `metadata` create it."""
-    # Without store_data_equal_to_fill_value zeros would leave no file, and a lost file would read as zeros.
+    # By default zeros leave no file, and a lost file reads as zeros.
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{directory}/"}, "store_data_equal_to_fill_value": True}
     if metadata is None:
-        return tensorstore.open(spec).result()
+        return tensorstore.open(spec | {"fill_missing_data_reads": False}).result()
     return tensorstore.open(spec | {"metadata": metadata}, create=True, open=False).result()
 
 
