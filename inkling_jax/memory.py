@@ -150,7 +150,7 @@ def most_positions(options: EngineOptions) -> int:
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as "40GB", "512MiB" or "1000000"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kKMGT]i?)?B?\s*", text)
     if match is None:
         raise InputError(f"size {text!r}: expected a number of bytes such as 40GB or 512MiB")
     number, unit = match.groups()

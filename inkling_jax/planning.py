@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -188,8 +189,8 @@ def _files(plan: WeightPlan) -> Files:
 
 def _find(model: str, release_format: str | None) -> tuple[ModelConfig, WeightPlan]:
     """Configuration and tensors of a model, whose weights need not be here."""
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):  # False, not an exception, for a name that no file can have
         config, directory = ModelConfig.from_directory(path), path
     elif model in PRESETS:
         config, directory = preset(model), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def find_source(source: str, weights: str) -> Path | str:
     """
     if weights not in ("checkpoint", "random"):
         raise InputError(f"weights={weights!r}: expected 'checkpoint' or 'random'")
-    path = Path(source).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(source))
+    if os.path.exists(path):  # False, not an exception, for a name that no file can have
         _refuse_adapter(path)
         return path
     if source in PRESETS:

@@ -71,6 +71,8 @@ def test_it_is_tried_done_and_compared(source: Path, tmp_path: Path, capsys: pyt
         (["inkling", "{tmp}/x"], "'inkling' is a preset, which is a shape without weights"),
         (["{source}", "{tmp}/x", "--mesh", "tensor"], "mesh 'tensor': 'tensor' is not AXIS=SIZE"),
         (["{source}", "{tmp}/x", "--mesh", "tensor=2"], "'kv_heads' of size 1 does not divide over 2 devices"),
+        (["~nobody here/model", "{tmp}/x"], "~nobody here/model: no such directory"),
+        (["{source}", "~nobody here/x", "--mesh", "tensor=2"], "'kv_heads' of size 1 does not divide over 2 devices"),
     ],
 )
 def test_mistakes_are_one_line(

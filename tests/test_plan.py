@@ -170,6 +170,8 @@ def test_a_hub_id_is_planned_from_the_configuration_that_is_here(
     assert answer("some/model", device_memory="1GB", context=128).model == "some/model"
     with pytest.raises(CheckpointError, match="other/model: no such directory, and its config.json has not been downloaded"):
         answer("other/model")
+    with pytest.raises(InputError, match="unknown model '~nobody here/model'"):
+        answer("~nobody here/model")
     with pytest.raises(InputError, match="unknown model 'nonesuch'"):
         answer("nonesuch")
 
@@ -216,7 +218,7 @@ def test_sizes_in_bytes() -> None:
     """Decimal and binary units, with and without the B, upper and lower k."""
     sizes = {"40GB": 40 * GB, "1.5M": 1_500_000, "2KiB": 2048, "2kB": 2000, "3KB": 3000, "1TiB": 2**40, "17": 17, " 5 B ": 5}
     assert {text: parse_bytes(text) for text in sizes} == sizes
-    for text in ("", "GB", "-1", "1e3", "3QB", "1 2", "nan"):
+    for text in ("", "GB", "-1", "1e3", "3QB", "1 2", "nan", "9" * 400):
         with pytest.raises(InputError, match="expected a number of bytes"):
             parse_bytes(text)
 

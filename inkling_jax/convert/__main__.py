@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")  # nothing here needs an accelerator, whose memory others may want
         source = Path(find_source(options.source, "checkpoint"))
         mesh = mesh_sizes(options.mesh) if options.mesh else None
-        conversion = Conversion.of(source, options.destination.expanduser(), mesh)
+        conversion = Conversion.of(source, Path(os.path.expanduser(options.destination)), mesh)
         if options.dry_run:
             conversion.check_destination()
             print(*conversion.lines(), sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 import jax
@@ -27,11 +28,13 @@ def mesh_sizes(mesh: str | Mapping[str, int] | None) -> dict[str, int]:
         raise InputError(f"mesh {mesh!r}: expected axis sizes such as 'tensor=8' or {{'tensor': 8}}")
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for axis, size in given:
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+        if axis not in AXES or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
             part = f"{axis}={size}" if size else axis
             raise InputError(
                 f"mesh {mesh!r}: {part!r} is not AXIS=SIZE with AXIS one of {', '.join(AXES)} and SIZE a positive integer"
             )
+        if [name for name, _ in given].count(axis) > 1:
+            raise InputError(f"mesh {mesh!r}: {axis} has more than one size")
         sizes[axis] = int(size)
     return sizes
 
