@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,11 @@ class Defaults:
     seed: int
     model: str = ""  # what tells the model from others
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """The same wherever lines lead to the same results."""
-        given = {name: value for name in SAMPLING if (value := getattr(self.params, name)) != getattr(SamplingParams(), name)}
+        usual = SamplingParams()
+        given = {name: value for name in SAMPLING if (value := getattr(self.params, name)) != getattr(usual, name)}
         return repr((given, self.effort, self.seed, self.model))
 
 
