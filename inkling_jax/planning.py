@@ -212,8 +212,12 @@ def _find(model: str, release_format: str | None) -> tuple[ModelConfig, WeightPl
 def _snapshot(repo_id: str) -> Path:
     """Where the hub's cache holds config.json; nothing is downloaded."""
     import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
 
-    found = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
+    try:
+        found = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
+    except HFValidationError as error:  # the hub's rules for names are narrower than HUB_ID
+        raise CheckpointError(f"{repo_id}: no such directory, and no hub id ({error})") from None
     if not isinstance(found, str):
         raise CheckpointError(f"{repo_id}: no such directory, and its config.json has not been downloaded")
     return Path(found).parent

@@ -162,6 +162,11 @@ def test_a_directory_is_planned_from_its_headers(directory: Path, unread: None, 
     assert answer(str(tmp_path), device_memory="1GB", context=128).memory.cache == found.memory.cache
 
 
+def test_a_name_that_no_hub_id_has() -> None:
+    with pytest.raises(CheckpointError, match="some/model--mine: no such directory, and no hub id"):
+        answer("some/model--mine")
+
+
 def test_a_hub_id_is_planned_from_the_configuration_that_is_here(
     directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
