@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from inkling_jax.command_line import FAILED, OK, is_terminal, print_error
-from inkling_jax.conversation import calls_in
+from inkling_jax.conversation import next_call
 from inkling_jax.engine.request import SamplingParams
 from inkling_jax.errors import InklingError, InputError
 from inkling_jax.inputs.processor import Processor
@@ -123,7 +123,7 @@ class ChatLoop:
         messages = [*self.history, *turn]
         prompt = self.llm.chat_prompt(messages, tools=self.tools, effort=self.effort)
         display = Display(thinking=self.show_thinking, note=not self.quiet)
-        result = answer(self.llm, prompt, self.params, display, calls_before=calls_in(messages))
+        result = answer(self.llm, prompt, self.params, display, first_call=next_call(messages))
         self._say(result.statistics())
         if result.error:
             print_error(result.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from inkling_jax.outputs.tool_calls import CallDelta, MalformedCall, ToolCall
 if TYPE_CHECKING:
     from inkling_jax.llm import LLM
 
+_CALL_ID = re.compile(r"call_([0-9]{1,18})")
 _HISTORY_PARTS = {"reasoning": "thinking", "content": "text"}
 
 
@@ -60,7 +62,7 @@ class ChatStream:
     """Iterates over the pieces of an answer as they are made; `close` (or `with`) cancels the rest."""
 
     def __init__(self, llm: LLM, prompt: Prompt, sampling: SamplingParams, first_call: int = 0):
-        """`first_call` is how many tool calls the conversation holds already. Raises InputError as `llm.stream` does."""
+        """`first_call` is the number in the id of the first tool call. Raises InputError as `llm.stream` does."""
         self._tokenizer = _tokenizer(llm)
         self._deltas = llm.stream(prompt, sampling)
         self._parser = OutputParser(self._tokenizer, prompt.token_ids, first_call)
@@ -126,7 +128,7 @@ def chat(
     """What `LLM.chat` says."""
     prompt = llm.chat_prompt(messages, tools=tools, effort=effort)
     params = SamplingParams() if sampling is None else sampling
-    first_call = calls_in(messages)
+    first_call = next_call(messages)
     if stream:
         return ChatStream(llm, prompt, params, first_call)
     if isinstance(params, SamplingParams) and params.n != 1:
@@ -136,7 +138,7 @@ def chat(
 
 
 def told_apart(tokenizer: Tokenizer, made: Completion, prompt_ids: Sequence[int], first_call: int = 0) -> ChatCompletion:
-    """A completion of a chat's prompt as an answer; `first_call` is how many tool calls the conversation holds already."""
+    """A completion of a chat's prompt as an answer; `first_call` is the number in the id of the first tool call."""
     parser = OutputParser(tokenizer, prompt_ids, first_call)
     parser.push(made.token_ids, _beyond_stop(tokenizer, made.token_ids, made.text) if made.finish_reason == "stop" else 0)
     parser.finish()
@@ -153,9 +155,14 @@ def answer_fields(answer: ChatCompletion) -> dict[str, Any]:
     }
 
 
-def calls_in(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many tool calls a conversation holds, so that the next one's id is new."""
-    return sum(len(message.get("tool_calls") or ()) for message in messages)
+def next_call(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number in the id of the next tool call, above those in the conversation's: counting would name one again.
+
+    Malformed calls took a number and are not in it, and its beginning may have been left out.
+    """
+    calls = [call for message in messages if message["role"] == "assistant" for call in message.get("tool_calls") or ()]
+    numbers = (_CALL_ID.fullmatch(call.get("id") or "") for call in calls)
+    return max((int(number[1]) + 1 for number in numbers if number), default=0)
 
 
 def _tokenizer(llm: LLM) -> Tokenizer:

@@ -108,7 +108,7 @@ def _answer_once(llm: LLM, args: argparse.Namespace, params: SamplingParams, pro
     from inkling_jax import terminal
 
     display = terminal.Display(text=not args.json, thinking=bool(args.show_thinking), note=not args.quiet)
-    answer = terminal.answer(llm, prompt, params, display, calls_before=0 if _is_chat(args) else None)
+    answer = terminal.answer(llm, prompt, params, display, first_call=0 if _is_chat(args) else None)
     if args.json:
         print(json.dumps(_record(answer, load_s)))
     if not args.quiet:
@@ -213,6 +213,8 @@ def _find_model(args: argparse.Namespace) -> str:
 def _read_source(args: argparse.Namespace) -> str | list[int]:
     """The prompt as given: text or token ids ("" for a conversation, which reads its own)."""
     if args.chat:
+        if sys.stdin is None:
+            raise InputError("--chat reads the conversation from standard input, which is closed")
         return ""
     if args.ids is not None:
         return _parse_ids(args.ids)

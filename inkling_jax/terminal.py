@@ -141,15 +141,15 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def answer(llm: LLM, prompt: Prompt, params: SamplingParams, display: Display, *, calls_before: int | None = None) -> Answer:
+def answer(llm: LLM, prompt: Prompt, params: SamplingParams, display: Display, *, first_call: int | None = None) -> Answer:
     """Stream one completion to `display`, and return it with its times. Ctrl-C ends it as "cancelled".
 
-    `calls_before`: the prompt is a chat that holds so many tool calls; None: it is plain text, and so is what follows.
+    `first_call`: the number in the id of the first tool call, of a chat; None: the prompt is plain text, and so is what follows.
     """
     result = Answer(len(prompt.token_ids))
     start = first = last = time.monotonic()
     compiled_before_first = 0.0
-    deltas = llm.stream(prompt, params) if calls_before is None else ChatStream(llm, prompt, params, calls_before)
+    deltas = llm.stream(prompt, params) if first_call is None else ChatStream(llm, prompt, params, first_call)
     with _compile_seconds() as compiled, display, contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):
         for delta in deltas:
             last = time.monotonic()

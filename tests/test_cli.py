@@ -294,6 +294,15 @@ def test_a_wrong_line_of_a_conversation_from_a_file(
     assert capsys.readouterr() == ("", "error: image 0: nowhere.png: no such file\n")
 
 
+def test_a_conversation_with_nothing_to_read(
+    directory: Path, capsys: pytest.CaptureFixture[str], here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has None in the place of a closed standard input; told before weights are read."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["--model", str(directory), "--chat"]) == 2
+    assert capsys.readouterr() == ("", "error: --chat reads the conversation from standard input, which is closed\n")
+
+
 @pytest.mark.slow
 def test_what_is_seen_and_heard(
     oracle_dir: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], here: None

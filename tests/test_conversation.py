@@ -71,6 +71,27 @@ def test_an_answer_whole_and_streamed(tokenizer: Tokenizer, ids: Ids) -> None:
         assert engine_of(llm).cancelled == []
 
 
+def test_a_call_has_an_id_that_no_other_has(tokenizer: Tokenizer, ids: Ids) -> None:
+    """Though one that cannot be made was told apart before it, and though the beginning of the conversation is left out."""
+    call = ("f", CALL, PAYLOAD, END)
+    scripts = [[ids("g", CALL, "oh", END, MODEL, *call), "stop"], *[[ids(*call), "stop"]] * 2]
+    llm = scripted_llm(tokenizer, *scripts)
+    messages, found = [USER], []
+    for _ in scripts:
+        answer = llm.chat(messages[-3:])
+        (made,) = answer.tool_calls
+        found.append(made.id)
+        messages += [answer.message, {"role": "tool", "tool_call_id": made.id, "content": "1"}]
+    assert found == ["call_1", "call_2", "call_3"]
+
+
+def test_calls_of_others_than_the_model_do_not_count(tokenizer: Tokenizer, ids: Ids) -> None:
+    """A user has none, whatever the message says; ids of a client's own making collide with none of ours."""
+    history = [{**USER, "tool_calls": 5}, {"role": "assistant", "tool_calls": [{"id": "a7", "function": {"name": "f"}}]}]
+    llm = scripted_llm(tokenizer, [ids("f", CALL, PAYLOAD, END), "stop"])
+    assert [call.id for call in llm.chat(history).tool_calls] == ["call_0"]
+
+
 def test_the_prompt_is_the_conversation(tokenizer: Tokenizer, ids: Ids) -> None:
     """As spec 6 has it, tools and effort included; and nothing of it is in the answer."""
     llm = scripted_llm(tokenizer, [ids("x y"), "stop"])

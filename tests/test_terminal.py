@@ -61,7 +61,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 def answered(tokenizer: Tokenizer | None, *script: Step, chat: bool = False, **display: bool) -> terminal.Answer:
     shown = terminal.Display(**{"note": False, **display})
-    return terminal.answer(scripted_llm(tokenizer, script), Prompt([1, 2]), PARAMS, shown, calls_before=0 if chat else None)
+    return terminal.answer(scripted_llm(tokenizer, script), Prompt([1, 2]), PARAMS, shown, first_call=0 if chat else None)
 
 
 def test_a_terminal_is_not_commanded(streams: Streams, tokenizer: Tokenizer, ids: Ids) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from inkling_jax.batch.records import error_record, record
 from inkling_jax.batch.request import Job, Refused
 from inkling_jax.completion import Writer
-from inkling_jax.conversation import calls_in, told_apart
+from inkling_jax.conversation import next_call, told_apart
 from inkling_jax.engine.calls import Call
 from inkling_jax.engine.request import Request
 from inkling_jax.errors import InklingError
@@ -143,5 +143,5 @@ class Runner:
             return record(job.job, made, self._model)
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "there is no chat prompt without one"
-        answers = [told_apart(tokenizer, one, job.prompt_ids, calls_in(messages)) for one in made]
+        answers = [told_apart(tokenizer, one, job.prompt_ids, next_call(messages)) for one in made]
         return record(job.job, answers, self._model)

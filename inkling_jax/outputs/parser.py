@@ -56,7 +56,7 @@ class Blocks:
     """
 
     def __init__(self, first_call: int = 0):
-        """`first_call` is the number in the id of the first tool call: how many the conversation holds before this answer."""
+        """`first_call` is the number in the id of the first tool call."""
         self._first_call = first_call
         self._kind: str | None = None  # of the block that is open; None in an opening
         self._name = ""  # the opening so far
