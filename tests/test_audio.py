@@ -168,6 +168,7 @@ def test_number_of_rows():
 
 def test_few_compilations_for_all_lengths():
     """Whatever the length, the front end compiles for three sizes of block."""
+    audio._log_mel.clear_cache()  # other tests of this process may have called it under another configuration
     for frames in (1, 2, 15, 16, 17, 100, 128, 129, 1000, 1025, 1040):
         assert len(log_mel(np.zeros(frames * 800 - 7, np.float32))) == frames
     assert audio._log_mel._cache_size() <= 3
