@@ -83,6 +83,13 @@ def use_kernels(model: Inkling) -> Inkling:
     return model
 
 
+def quantize_inputs(model: Inkling) -> None:
+    """Have the packed experts of `model` round their inputs to NVFP4, by scales that are parameters from now on."""
+    for layer in model.layers:
+        if not isinstance(layer.mlp, DenseMLP):
+            layer.mlp.experts.quantize_inputs()
+
+
 def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None) -> Iterator[tuple[str, jax.Array]]:
     """The parameters of a model as those of `use_kernels` of it, each weight as soon as all its parts have come.
 

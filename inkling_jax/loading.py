@@ -25,7 +25,7 @@ from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import InputError
-from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
+from inkling_jax.expert_storage import choose_kernels, quantize_inputs, repack, use_kernels
 from inkling_jax.inputs.chat_template import chat_renderer
 from inkling_jax.inputs.images import ImageConfig
 from inkling_jax.inputs.processor import Processor
@@ -66,6 +66,7 @@ def load_model(
     max_context: int | None = None,
     kv_memory: int | str | None = None,
     kernels: str = "auto",
+    activations: str | None = None,
     slots: int = 8,
     page_size: int = 64,
     chunk: int = 512,
@@ -79,13 +80,15 @@ def load_model(
     weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
     configuration's. mesh: axis sizes, or text such as "tensor=2". max_context: longest sequence; default what memory holds.
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
-    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". slots: sequences at once. page_size:
-    tokens a cache page. chunk: prompt tokens a step. tokens_per_call: decode steps a host call. ahead: calls dispatched before
-    the oldest's tokens are read.
+    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". activations: "nvfp4" rounds the
+    inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
+    path); default not. slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step. tokens_per_call:
+    decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
     options = EngineOptions(chunk, tokens_per_call, ahead)
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
+    check_activations(activations, kernels)
     directory, config = _find(source, weights)
     model_dtype = choose_dtype(dtype, config)
     sizes = mesh_sizes(mesh)
@@ -95,8 +98,13 @@ def load_model(
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
-    plan = open_weights(config, directory) if directory and weights == "checkpoint" else None
+    plan = open_weights(config, directory, bool(activations)) if directory and weights == "checkpoint" else None
     layout = layout_of(config, plan, model_dtype, options)
+    if activations:
+        if plan is None or not plan.packed:
+            raise InputError(f"activations={activations!r}: {source} has no experts in NVFP4 with a calibration of their inputs")
+        quantize_inputs(layout.model)
+        kernels = "reference" if kernels == "auto" else kernels
     model, towers = layout.model, layout.towers
     processor = Processor(config, tokenizer, towers.names, images)
     request = CacheRequest(slots, page_size, most_positions(options), max_context)
@@ -181,6 +189,14 @@ def check_options(options: EngineOptions, *, slots: int, page_size: int, max_con
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
+
+
+def check_activations(activations: str | None, kernels: str) -> None:
+    """Raise InputError for a format that is not known, or that these kernels do not compute in."""
+    if activations not in (None, "nvfp4"):
+        raise InputError(f"activations={activations!r}: expected None (the model's dtype) or 'nvfp4'")
+    if activations and kernels == "sm90":
+        raise InputError(f"kernels='sm90': activations={activations!r} are simulated by the reference path alone")
 
 
 def check_mesh(sizes: Mapping[str, int]) -> None:

@@ -138,7 +138,7 @@ class Ledger:
         return waiting, unused
 
     def _is_unused(self, name: str) -> bool:
-        """Calibration of 4-bit activations (ours are not quantised), or a scale that was checked to be all ones."""
+        """Calibration of 4-bit activations, where they are not simulated, or a scale that was checked to be all ones."""
         if _UNUSED.search(name):
             return True
         if _EXTRA_SCALE.search(name) and self.checkpoint.tensors[name].nbytes <= _EXTRA_SCALE_BYTES:

@@ -100,6 +100,11 @@ def matrix_scale(info: TensorInfo, shape: tuple[int, ...]) -> View:
     return View.of(info, shape[:1]).repeated(shape[1])
 
 
+def one_for_all(info: TensorInfo, count: int) -> View:
+    """A single number as [count]."""
+    return View.of(info, ()).repeated(count)
+
+
 def conv_shapes(channels: int, width: int) -> tuple[tuple[int, ...], ...]:
     """Shapes that a short convolution's weight may have in a file.
 

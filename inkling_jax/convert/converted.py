@@ -34,15 +34,20 @@ _PACKED = re.compile(r"layers\.(\d{1,9})\.mlp\.experts\.(w13|w2)\.values")
 _PARTIAL = "; the same conversion, run again, goes on with it"
 
 
-def open_weights(config: ModelConfig, directory: Path) -> WeightPlan:
-    """How to read the weights in `directory`, published or converted. CheckpointError for what is neither, or not whole."""
+def open_weights(config: ModelConfig, directory: Path, input_scales: bool = False) -> WeightPlan:
+    """How to read the weights in `directory`, published or converted. CheckpointError for what is neither, or not whole.
+
+    `input_scales`: of packed experts as well, which a conversion leaves out.
+    """
     if (directory / RECORD).exists():
+        if input_scales:
+            raise CheckpointError(f"{directory}: a conversion has no input_amax, calibrated inputs: load what it was made of")
         return _plan(config, directory)
     if (directory / JOURNAL).exists():
         raise CheckpointError(f"{directory}: a conversion that is not finished{_PARTIAL}")
     if (directory / WEIGHTS / STATE).is_dir():
         raise CheckpointError(f"{directory}: its {RECORD} is missing, so its {WEIGHTS}/ cannot be trusted; convert again")
-    return WeightPlan.build(config, Checkpoint.open(directory))
+    return WeightPlan.build(config, Checkpoint.open(directory), input_scales)
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -102,13 +102,18 @@ def check_scale2(name: str, scale2: Float32[np.ndarray, "*shape"], origin: tuple
 
     ModelOpt stores a small multiplier; other formats store its reciprocal, which is large, under another name.
     """
-    bad = ~(np.isfinite(scale2) & (scale2 > 0))
-    if bad.any():
-        where = tuple(np.argwhere(bad)[0])
-        found = float(scale2[where])
-        raise CheckpointError(f"{name}: scale at {_place(where, origin)} is {found}; expected a finite positive number")
+    check_positive(name, scale2, origin)
     if (scale2 >= 1).any():
         _log.warning("%s: a scale of %g is suspiciously large: is it the reciprocal?", name, float(scale2.max()))
+
+
+def check_positive(name: str, scale: Float32[np.ndarray, "*shape"], origin: tuple[int, ...] = ()) -> None:
+    """Raise CheckpointError naming the tensor unless every scale is finite and positive."""
+    bad = ~(np.isfinite(scale) & (scale > 0))
+    if bad.any():
+        where = tuple(np.argwhere(bad)[0])
+        found = float(scale[where])
+        raise CheckpointError(f"{name}: scale at {_place(where, origin)} is {found}; expected a finite positive number")
 
 
 def _place(where: Sequence[int | np.integer], origin: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,9 +46,12 @@ class WeightPlan:
     unused: tuple[str, ...]
 
     @classmethod
-    def build(cls, config: ModelConfig, checkpoint: Checkpoint) -> WeightPlan:
-        """Match every tensor; CheckpointError names those that are missing, unexpected, of a wrong shape or dtype."""
-        planner = _Planner(config, checkpoint)
+    def build(cls, config: ModelConfig, checkpoint: Checkpoint, input_scales: bool = False) -> WeightPlan:
+        """Match every tensor; CheckpointError names those that are missing, unexpected, of a wrong shape or dtype.
+
+        `input_scales`: packed experts need the calibration of their inputs as well.
+        """
+        planner = _Planner(config, checkpoint, input_scales)
         planner.plan_ends()
         for layer in range(config.text.num_layers):
             planner.plan_layer(layer)
@@ -78,8 +81,9 @@ class WeightPlan:
 class _Planner:
     """Walks the model in the order of the configuration and claims the tensors of each parameter (spec 7.1, 7.2)."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint):
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, input_scales: bool):
         self.text, self.vision, self.audio = config.text, config.vision, config.audio
+        self.input_scales = input_scales
         self.tensors = checkpoint.tensors
         self.ledger = Ledger(checkpoint)
         self.packed: set[tuple[int, str]] = set()
@@ -218,6 +222,10 @@ class _Planner:
         scale2 = Wanted(name + ".scale2", shapes, ("F32",), leading)
         form = functools.partial(assemble.matrix_scale, shape=one_each)
         self.ledger.add(path + ".scale2", one_each, form, scale2, dtype=_F32, check=nvfp4.check_scale2)
+        if self.input_scales:
+            amax = Wanted(name + ".input_amax", ((1,), ()))
+            form = functools.partial(assemble.one_for_all, count=experts)
+            self.ledger.add(path + ".input_amax", (experts,), form, amax, dtype=_F32, check=nvfp4.check_positive)
 
     def _plain(self, path: str, wanted: Wanted, dtype: np.dtype | None = None, check: Check | None = None) -> None:
         shape = wanted.shapes[0]

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.config import TextConfig
-from inkling_jax.kernels.expert_matmul import Nvfp4, Packed, Shared, expert_matmul
+from inkling_jax.kernels.expert_matmul import Calibrated, Nvfp4, Packed, Shared, expert_matmul
 from inkling_jax.kernels.expert_matmul.pack import packed_shape
 from inkling_jax.kernels.router import Routing
 from inkling_jax.layers.mlp import SharedExperts
@@ -17,7 +17,7 @@ from inkling_jax.layers.router import Router
 from inkling_jax.sharding.collectives import first_local_expert, sum_over_model
 from inkling_jax.sharding.rules import Axes
 
-ExpertWeight = jax.Array | Nvfp4 | Packed
+ExpertWeight = jax.Array | Nvfp4 | Calibrated | Packed
 W13_AXES, W2_AXES = ("experts", None, "expert_ffn", None), ("experts", None, "expert_ffn")
 
 
@@ -30,8 +30,19 @@ class PackedWeight(nnx.Module):
         self.scale = param((*lead, out, size // 16), jnp.float8_e4m3fn, axes)
         self.scale2 = param(tuple(lead), jnp.float32, axes[:-2])
 
-    def __call__(self) -> Nvfp4:
+    def __call__(self) -> Nvfp4 | Calibrated:
         return Nvfp4(self.values[...], self.scale[...], self.scale2[...])
+
+
+class CalibratedWeight(PackedWeight):
+    """The same with the largest input that was seen in calibration, as kernels.expert_matmul.Calibrated has it."""
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes):
+        super().__init__(shape, axes)
+        self.input_amax = param(shape[:1], jnp.float32, axes[:1])
+
+    def __call__(self) -> Calibrated:
+        return Calibrated(Nvfp4(self.values[...], self.scale[...], self.scale2[...]), self.input_amax[...])
 
 
 class KernelWeight(nnx.Module):
@@ -62,6 +73,13 @@ class RoutedExperts(nnx.Module):
     def __call__(self) -> tuple[ExpertWeight, ExpertWeight]:
         w13, w2 = (w[...] if isinstance(w, nnx.Param) else w() for w in (self.w13, self.w2))
         return w13, w2
+
+    def quantize_inputs(self) -> None:
+        """Hold packed weights with the scales of their inputs, which are rounded to 4 bits from now on."""
+        if isinstance(self.w13, PackedWeight):
+            self.w13 = CalibratedWeight(self.w13_shape, W13_AXES)
+        if isinstance(self.w2, PackedWeight):
+            self.w2 = CalibratedWeight(self.w2_shape, W2_AXES)
 
     def use_kernels(self) -> None:
         """Hold both weights, whatever they were, in the order of the kernels from now on."""

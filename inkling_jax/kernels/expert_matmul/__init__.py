@@ -8,11 +8,11 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.expert_matmul import reference
-from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4, dequantize
+from inkling_jax.kernels.expert_matmul.nvfp4 import Calibrated, Nvfp4, dequantize
 from inkling_jax.kernels.expert_matmul.pack import Packed, Shared
 from inkling_jax.kernels.expert_matmul.reference import Weight
 
-__all__ = ["Nvfp4", "Packed", "Shared", "dequantize", "expert_matmul"]
+__all__ = ["Calibrated", "Nvfp4", "Packed", "Shared", "dequantize", "expert_matmul"]
 
 
 def expert_matmul(

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+BLOCK = 16  # columns that share a scale
+
 
 class Nvfp4(NamedTuple):
     """A packed weight [..., O, I] as it lies in the checkpoint."""
@@ -15,6 +17,38 @@ class Nvfp4(NamedTuple):
     values: UInt8[Array, "*lead O I/2"]  # even column in the low nibble
     scale: Float[Array, "*lead O I/16"]  # float8_e4m3fn
     scale2: Float[Array, "*lead"]  # one a matrix
+
+
+class Calibrated(NamedTuple):
+    """A packed weight whose inputs are rounded to NVFP4 as well: what serving on Blackwell computes, simulated."""
+
+    weight: Nvfp4
+    input_amax: Float[Array, " E"]  # the calibrated largest input, one for all experts of a stack
+
+
+def quantize_activations(
+    x: Float[Array, "*lead I"], input_amax: Float[Array, "*lead"]
+) -> tuple[Float[Array, "*lead I"], Float[Array, "*lead"]]:
+    """The nearest e2m1 * block scale, exact in the dtype of `x`, and the scale that is left for the product (spec 7.4).
+
+    That one is input_amax / (6 * 448). A block scale is the e4m3 number nearest to block max / 6 / that, 448 at most; ties go to
+    even codes (but XLA divides by multiplying, so a tie may be missed by a last bit), and a block whose scale is zero is zero.
+    """
+    input_scale = input_amax.astype(jnp.float32) / (6 * 448)
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    scale = _nearest(jnp.abs(blocks).max(-1) / 6 / input_scale[..., None], 3, -6, 448)[..., None]
+    codes = _nearest(blocks / (scale * input_scale[..., None, None]), 1, 0, 6)
+    return jnp.where(scale == 0, 0, codes * scale).reshape(x.shape).astype(x.dtype), input_scale
+
+
+def _nearest(x: Float[Array, "..."], mantissa: int, least: int, largest: float) -> Float[Array, "..."]:
+    """The nearest float of so many mantissa bits whose exponents begin at `least`, saturating; a tie goes to the even mantissa.
+
+    By arithmetic, since not every GPU casts to these types.
+    """
+    _, exponent = jnp.frexp(x)  # of a mantissa below 1
+    step = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, least) - mantissa)
+    return jnp.clip(jnp.round(x / step) * step, -largest, largest)
 
 
 def dequantize(weight: Nvfp4, dtype: jnp.dtype) -> tuple[Float[Array, "*lead O I/2"], Float[Array, "*lead O I/2"]]:

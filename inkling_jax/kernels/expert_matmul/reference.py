@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from inkling_jax.kernels.expert_matmul.nvfp4 import Nvfp4, dequantize
+from inkling_jax.kernels.expert_matmul.nvfp4 import Calibrated, Nvfp4, dequantize, quantize_activations
 
 DEQUANTIZED_ELEMENTS = 1 << 27
 MAX_TILE_ROWS = 128
 
-Weight = Array | Nvfp4
+Weight = Array | Nvfp4 | Calibrated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,11 @@ def expert_matmul(
 ) -> Float[Array, "T D"]:
     """sum_a weights[t, a] * W2_e(silu(gate_e x_t) * up_e x_t), e = experts[t, a], accumulated in float32 in the order of a.
 
-    w13 is [E, 2, F, D] (gate, up) and w2 [E, D, F], each an array or Nvfp4. An index outside 0..E-1 contributes nothing: so a
-    rank skips experts that it does not hold, and padding tokens skip all.
+    w13 is [E, 2, F, D] (gate, up) and w2 [E, D, F], each an array, Nvfp4 or Calibrated. An index outside 0..E-1 contributes
+    nothing: so a rank skips experts that it does not hold, and padding tokens skip all.
     """
-    num_experts = w13.values.shape[0] if isinstance(w13, Nvfp4) else w13.shape[0]
-    tiles = _cut(experts, num_experts)
-    elements = max(math.prod(w.values.shape[1:]) * 2 if isinstance(w, Nvfp4) else math.prod(w.shape[1:]) for w in (w13, w2))
+    tiles = _cut(experts, jax.tree.leaves(w13)[0].shape[0])
+    elements = max(_elements(w) for w in (w13, w2))
     count = tiles.expert.shape[0]
     group = tiles_at_once(count, elements)
     steps = -(-count // group)
@@ -105,6 +104,12 @@ def _cut(experts: Int[Array, "T A"], num_experts: int) -> _Tiles:
     return _Tiles(rows, *jax.lax.optimization_barrier((token, expert, used, place.reshape(tokens, choices))))
 
 
+def _elements(weight: Weight) -> int:
+    """Numbers that an expert's weight stands for."""
+    packed = weight.weight if isinstance(weight, Calibrated) else weight
+    return math.prod(packed.values.shape[1:]) * 2 if isinstance(packed, Nvfp4) else math.prod(packed.shape[1:])
+
+
 def _of(weight: Weight, expert: Int[Array, " b"]) -> Weight:
     """The weights of each tile's expert."""
     return jax.tree.map(lambda a: jnp.take(a, expert, axis=0, mode="clip"), weight)
@@ -112,6 +117,11 @@ def _of(weight: Weight, expert: Int[Array, " b"]) -> Weight:
 
 def _product(equation: str, x: Array, weight: Weight, dtype: jnp.dtype) -> Array:
     """einsum over the last axis of x and of the weight, accumulated in float32."""
+    if isinstance(weight, Calibrated):
+        amax = jnp.broadcast_to(weight.input_amax[:, None], x.shape[:2])  # a tile's rows are of one expert
+        x, scale = quantize_activations(x, amax)
+        y = _product(equation, x, weight.weight, jnp.float32)
+        return (y * scale.reshape(*scale.shape, *(1,) * (y.ndim - 2))).astype(dtype)
     if not isinstance(weight, Nvfp4):
         return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
     even, odd = dequantize(weight, x.dtype)
