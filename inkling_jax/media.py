@@ -25,9 +25,9 @@ class MediaItem:
     @functools.cached_property
     def digest(self) -> bytes:
         """A hash of the content, which says nothing of the place."""
-        header = f"{self.tower} {self.values.dtype} {self.values.shape}".encode()
-        content = hashlib.blake2b(header, digest_size=16)
-        # a still's time slots share their memory: what is there once is hashed once
+        # a still's time slots share their memory: what is there once is hashed once, with the axes that it is repeated along
         distinct = self.values[tuple(slice(None) if stride else slice(1) for stride in self.values.strides)]
+        header = f"{self.tower} {self.values.dtype} {self.values.shape} {distinct.shape}".encode()
+        content = hashlib.blake2b(header, digest_size=16)
         content.update(np.ascontiguousarray(distinct).data)
         return content.digest()

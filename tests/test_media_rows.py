@@ -145,6 +145,13 @@ def test_stills_are_told_apart_by_what_they_hold() -> None:
     assert len({still(tiles), still(other), still(tiles[:2]), still(tiles[:1]), still(tiles[1:])}) == 5
 
 
+def test_ready_patches_are_told_apart_by_what_is_repeated() -> None:
+    """Stripes across and stripes down are the same forty numbers, broadcast along another axis."""
+    ramp = np.arange(40, dtype=np.float32)
+    across, down = (np.broadcast_to(stripes, (1, 2, 40, 40, 3)) for stripes in (ramp[:, None, None], ramp[:, None]))
+    assert MediaItem("vision", across, 0).digest != MediaItem("vision", down, 0).digest
+
+
 def test_what_is_kept_is_bounded(make: Make) -> None:
     """The run used least recently goes first; a prompt whose rows went keeps its own until it is read."""
     runner = make(2 * PIECE_BYTES)
