@@ -15,7 +15,7 @@ from inkling_jax.benchmarks import paged_attention as bench
 from inkling_jax.kernels.paged_attention.cases import Case
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (20,)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("counts", [pytest.param((1, 1), id="decode"), pytest.param((20,), id="prefill", marks=pytest.mark.slow)])
 def test_a_row_of_times(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is profiled behind a flush and awaited, on pages of its own; the flush is no part of the time."""
     launched: list[tuple[str, float]] = []

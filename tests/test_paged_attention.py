@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -12,6 +13,10 @@ import pytest
 from attention_cases import Case, assert_matches_dense, compiled_anew, dense, index_values, paged, random_case, run
 
 from inkling_jax.kernels.paged_attention import paged_attention, reference
+
+
+def slow(*parameters):
+    return pytest.param(*parameters, marks=pytest.mark.slow)
 
 
 def one_row(q, keys, values, *, rel=None, rel_bias=None, count=1):
@@ -72,7 +77,10 @@ def test_bias_reads_out_the_distance(window):
         np.testing.assert_allclose(out[~far], np.broadcast_to(positions[~far, None, None] / 2, out[~far].shape), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (4, 1), (8, 1), (64, 16), (64, 8)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [(4, 2), (8, 1), slow(1, 1), slow(4, 1), slow(64, 16), slow(64, 8)],
+)
 def test_head_grouping(heads, kv_heads):
     """Each group of query heads reads its own key head, for prompts, continued prompts and single tokens."""
     rows = [(count, before + count) for before in (0, 128, 129, 1000) for count in (1, 24, 25, 200)]
@@ -87,8 +95,7 @@ def test_heads_that_do_not_divide_are_refused():
         paged_attention(*arrays, **sizes)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("page", [4, 64])
+@pytest.mark.parametrize(("page", "window"), [(4, 40), (64, None), slow(4, None), slow(64, 40)])
 def test_packed_batches(page, window):
     """Sequences of a step do not see each other, whatever their number, lengths and pages."""
     batches = ([512], [256, 256], [128, 128], [256, 137, 64], [1, 1, 1], [1, 300, 1])
@@ -98,7 +105,7 @@ def test_packed_batches(page, window):
         assert_matches_dense(case, window=window, page=page, context=512, longest=512, seed=i)
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [slow(None), 100])
 def test_last_chunks_of_prompts(window):
     """The queries of a chunk at the end of a longer prompt, for chunks of 512 and of 256."""
     prompts = (253, 361, 505, 541, 721, 1009, 1441)
@@ -129,7 +136,7 @@ def test_bfloat16():
     )
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [None, slow(24)])
 def test_keys_in_many_blocks(window, monkeypatch):
     """Lengths 1 to 130 with keys in one block and in five, most of which most rows do not reach."""
     case = random_case([(1, length) for length in range(1, 131)])
@@ -142,7 +149,7 @@ def test_keys_in_many_blocks(window, monkeypatch):
     np.testing.assert_allclose(compiled_anew(**sizes)(*arrays), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [slow(None), 24])
 def test_queries_in_many_groups(window, monkeypatch):
     """Prompts whose blocks of queries are worked on one after the other, idle rows among them."""
     monkeypatch.setattr(reference, "QUERY_BLOCK", 16)
@@ -171,54 +178,34 @@ def test_idle_rows_are_zero(window):
     assert (np.asarray(run(*prompts, **sizes))[3:] == 0).all()
 
 
-@pytest.mark.parametrize("window", [None, 12])
-def test_gradients(window, monkeypatch):
-    """Derivatives along random directions equal central differences of the definition, in one block and in many."""
+@pytest.mark.parametrize(("window", "block"), [(12, 8), slow(None, 8), slow(12, None), slow(None, None)])
+def test_gradients(window, block, monkeypatch):
+    """The derivative along a random direction, of pages too, equals the definition's central difference; in blocks, and whole."""
     case = random_case([(9, 30), (1, 1), (20, 20)], extent=10)
-    arrays, sizes = paged(case, window=window, page=4)
-    arrays = [np.nan_to_num(a) for a in arrays]
     rng = np.random.default_rng(5)
+    move = dataclasses.replace(case)
+    for name in ("q", "rel", "rel_bias"):
+        setattr(move, name, rng.standard_normal(getattr(case, name).shape))
+    move.keys, move.values = ([rng.standard_normal(a.shape) for a in side] for side in (case.keys, case.values))
     out_weight = rng.standard_normal(case.q.shape)
-    names = ("q", "rel", "rel_bias")
-    steps = {name: rng.standard_normal(getattr(case, name).shape) for name in names}
-
-    def moved(by):
-        return Case(case.rows, *(getattr(case, name) + by * steps[name] for name in names), case.keys, case.values)
-
-    wanted = ((dense(moved(1e-5), window) - dense(moved(-1e-5), window)) * out_weight).sum() / 2e-5
-    for blocks in (None, 8):
-        if blocks:
-            monkeypatch.setattr(reference, "QUERY_BLOCK", blocks)
-            monkeypatch.setattr(reference, "KEY_BLOCK", blocks)
-            monkeypatch.setattr(reference, "SCORE_ELEMENTS", 1 << 10)
-        attend = compiled_anew(**sizes)
-        grads = jax.grad(lambda *a, attend=attend: (attend(*a, *arrays[5:]) * out_weight).sum(), range(5))(*arrays[:5])
-        assert all(np.isfinite(g).all() for g in grads)
-        found = sum((np.asarray(g, np.float64) * steps[name]).sum() for g, name in zip(grads, names, strict=False))
-        np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-def test_gradients_of_keys_and_values():
-    """The same for what lies in the pages."""
-    case = random_case([(9, 30), (1, 1), (20, 20)], extent=10)
-    rng = np.random.default_rng(6)
-    out_weight = rng.standard_normal(case.q.shape)
-    moves = [[rng.standard_normal(a.shape) for a in side] for side in (case.keys, case.values)]
 
     def moved(by):
         sides = (
-            [a + by * m for a, m in zip(side, move, strict=True)]
-            for side, move in zip((case.keys, case.values), moves, strict=True)
+            [a + by * m for a, m in zip(*both, strict=True)] for both in ((case.keys, move.keys), (case.values, move.values))
         )
-        return Case(case.rows, case.q, case.rel, case.rel_bias, *sides)
+        return Case(case.rows, *(getattr(case, n) + by * getattr(move, n) for n in ("q", "rel", "rel_bias")), *sides)
 
-    wanted = ((dense(moved(1e-5)) - dense(moved(-1e-5))) * out_weight).sum() / 2e-5
-    arrays, sizes = paged(case, page=4)
-    arrays = [np.nan_to_num(a) for a in arrays]
-    direction, _ = paged(Case(case.rows, case.q, case.rel, case.rel_bias, *moves), page=4)
+    wanted = ((dense(moved(1e-5), window) - dense(moved(-1e-5), window)) * out_weight).sum() / 2e-5
+    if block:
+        monkeypatch.setattr(reference, "QUERY_BLOCK", block)
+        monkeypatch.setattr(reference, "KEY_BLOCK", block)
+        monkeypatch.setattr(reference, "SCORE_ELEMENTS", 1 << 10)
+    (arrays, sizes), (direction, _) = (paged(each, window=window, page=4) for each in (case, move))
+    arrays, direction = ([np.nan_to_num(a) for a in each] for each in (arrays, direction))
     attend = compiled_anew(**sizes)
-    grads = jax.grad(lambda k, v: (attend(*arrays[:3], k, v, *arrays[5:]) * out_weight).sum(), (0, 1))(*arrays[3:5])
-    found = sum((np.asarray(g, np.float64) * np.nan_to_num(d)).sum() for g, d in zip(grads, direction[3:5], strict=True))
+    grads = jax.grad(lambda *given: (attend(*given, *arrays[5:]) * out_weight).sum(), range(5))(*arrays[:5])
+    assert all(np.isfinite(g).all() for g in grads)
+    found = sum((np.asarray(g, np.float64) * d).sum() for g, d in zip(grads, direction[:5], strict=True))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
