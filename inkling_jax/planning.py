@@ -149,7 +149,8 @@ def answer(
     check_mesh(sizes)
     config, plan = _find(model, release_format)
     layout = layout_of(config, plan, choose_dtype(dtype, config), options)
-    memory = parse_bytes(device_memory) if device_memory is not None else memory_of(jax.devices()[0], 1)[0]
+    count = math.prod(sizes.values())
+    memory = parse_bytes(device_memory) if device_memory is not None else memory_of(jax.devices()[0], count)[0]
     request = CacheRequest(batch, page_size, most_positions(options), context or config.text.max_context)
     found = _divided(layout, request, sizes, memory)
 
