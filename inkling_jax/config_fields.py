@@ -17,6 +17,8 @@ TINY = 2.0**-126  # the least normal float32: a smaller divisor or epsilon is ze
 
 def read_json_object(path: Path) -> Mapping[str, Any]:
     """The JSON object in the file `path`. Raises CheckpointError for a missing, unreadable, invalid or non-object file."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path}: not a regular file; expected a JSON object")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,10 @@ def test_directory_errors_name_the_file(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path / "config.json")
     write(tmp_path, SMALL, ["NVFP4"])
     with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: expected a JSON object, found list"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "hf_quant_config.json").unlink()
+    os.mkfifo(tmp_path / "hf_quant_config.json")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: not a regular file"):
         ModelConfig.from_directory(tmp_path)
 
 
