@@ -325,6 +325,7 @@ def silent_film():
         (lambda: encoded("adts", "aac")[:-5], "cannot be decoded"),
         (lambda: wav(b"", fmt(6, 1, 8000, 1)), "is empty: it has no samples"),
         (lambda: encoded("flac", "flac", 8000, seconds=61), "is longer than 60 seconds, which is the limit"),
+        (lambda: wav(SOUND, fmt(0x1234, 1, 16000, 2)), "no audio that can be decoded: its codec is not known"),
     ],
 )
 def test_broken_files(content, told):

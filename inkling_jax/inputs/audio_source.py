@@ -130,6 +130,8 @@ def _open_any(file: BinaryIO, name: str, opened: contextlib.ExitStack) -> tuple[
     if not container.streams.audio:
         raise InputError(f"{name} has no audio stream")
     stream = container.streams.audio[0]
+    if stream.codec_context is None:
+        raise InputError(f"{name} is no audio that can be decoded: its codec is not known")
 
     def blocks() -> Iterator[np.ndarray]:
         try:
