@@ -27,7 +27,6 @@ def test_parts_lie_end_to_end():
     assert ragged.row.tolist()[:4] == [0, 0, 0, 1] and ragged.offset.tolist()[:4] == [0, 1, 2, 0]
     assert ragged.position.tolist()[:4] == [0, 1, 2, 20]
     assert ragged.valid.tolist() == [True] * 4 + [False] * 12
-    assert ragged.fresh.tolist()[:2] == [True, False]
 
 
 def test_few_shapes():

@@ -25,8 +25,3 @@ class Ragged:
     position: Int[Array, " T"]  # absolute position in the sequence
     valid: Bool[Array, " T"]  # False: padding
     longest: int = dataclasses.field(metadata={"static": True})  # no row has more query tokens than this
-
-    @property
-    def fresh(self) -> Bool[Array, " B"]:
-        """Rows whose sequence begins with this step: whatever their slot held before is another sequence's."""
-        return self.length == self.count

@@ -23,7 +23,11 @@ class ShortConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "T *C"], state: Float[Array, "slots width-1 *C"], ragged: Ragged
     ) -> tuple[Float[Array, "T *C"], Float[Array, "slots width-1 *C"]]:
-        """Convolved tokens in the dtype of x, and the state holding each row's last width-1 inputs, oldest first."""
+        """Convolved tokens in the dtype of x, and the state holding each row's last width-1 inputs.
+
+        The state is a ring: the input at position p lies at p % (width-1). So a step writes its tokens and moves none, in one
+        scatter whose updates exist already.
+        """
         taps = self.weight[...].astype(jnp.float32)
         y = short_conv(x, taps, previous_inputs(x, state, ragged, taps.shape[-1]))
         return y.astype(x.dtype), next_state(x, state, ragged)
@@ -41,31 +45,28 @@ def short_conv(x: Float[Array, "T *C"], taps: Float[Array, "*C width"], past: li
 def previous_inputs(
     x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged, width: int
 ) -> list[Float[Array, "T *C"]]:
-    """For 1 .. width-1 tokens back: the input there, from this step's tokens or, before them, from the row's state."""
-    kept = state.shape[1]
-    token = jnp.arange(x.shape[0])
-    slot, fresh = ragged.slot[ragged.row], ragged.fresh[ragged.row]
+    """For 1 .. width-1 tokens back: the input there, from this step's tokens or, before them, from the row's state.
+
+    Before a sequence's first token it is zero, whatever another sequence left in the state.
+    """
+    token, slot = jnp.arange(x.shape[0]), ragged.slot[ragged.row]
     past = []
     for back in range(1, width):
-        index = jnp.clip(kept - back + ragged.offset, 0, kept - 1)
-        stored = jnp.where(_expand(fresh, x), 0, state[slot, index])
+        position = ragged.position - back
+        earlier = jnp.where(_expand(position >= 0, x), state[slot, position % state.shape[1]], 0)
         if ragged.longest > 1:
             in_step = ragged.offset >= back
-            stored = jnp.where(_expand(in_step, x), x[jnp.maximum(token - back, 0)], stored)
-        past.append(stored)
+            earlier = jnp.where(_expand(in_step, x), x[jnp.maximum(token - back, 0)], earlier)
+        past.append(earlier)
     return past
 
 
 def next_state(x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged) -> Float[Array, "slots m *C"]:
-    """The state after this step; rows without tokens keep theirs, whatever slot they point at."""
+    """The state after this step, in which each row's last tokens are written; rows without tokens keep theirs."""
     kept = state.shape[1]
-    index = jnp.arange(kept)[None, :] + ragged.count[:, None]  # in the row's state followed by its tokens
-    old = state[ragged.slot[:, None], jnp.clip(index, 0, kept - 1)]
-    old = jnp.where(_expand(ragged.fresh[:, None], old), 0, old)
-    new = x[jnp.clip(ragged.start[:, None] + index - kept, 0, x.shape[0] - 1)]
-    rows = jnp.where(_expand(index < kept, old), old, new.astype(state.dtype))
-    slot = jnp.where(ragged.count > 0, ragged.slot, state.shape[0])
-    return state.at[slot].set(rows, mode="drop")
+    last = ragged.valid & (ragged.offset >= ragged.count[ragged.row] - kept)
+    slot = jnp.where(last, ragged.slot[ragged.row], state.shape[0])
+    return state.at[slot, ragged.position % kept].set(x.astype(state.dtype), mode="drop")
 
 
 def _expand(mask: Array, like: Array) -> Array:
