@@ -302,6 +302,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"fps": True}, "fps is True"),
         ({"max_frames": 0}, "max_frames is 0; an integer of at least 1"),
         ({"max_frames": 2.0}, "max_frames is 2.0"),
+        ({"pairs": "no"}, "pairs is 'no'; True or False would be right"),
     ],
 )
 def test_wrong_options_are_named(options: dict, told: str) -> None:

@@ -46,6 +46,8 @@ class VideoConfig:
             raise ConfigError(f"fps is {self.fps!r}; a finite number above 0 would be right")
         if isinstance(self.max_frames, bool) or not isinstance(self.max_frames, int) or self.max_frames < 1:
             raise ConfigError(f"max_frames is {self.max_frames!r}; an integer of at least 1 would be right")
+        if not isinstance(self.pairs, bool):
+            raise ConfigError(f"pairs is {self.pairs!r}; True or False would be right")
 
 
 class Moment(NamedTuple):
