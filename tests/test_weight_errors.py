@@ -154,7 +154,9 @@ def test_bad_scales_are_refused_when_read(tmp_path: Path) -> None:
 
     config = micro_checkpoint(tmp_path, True, poison)
     plan = plan_of(tmp_path, config)
-    with pytest.raises(CheckpointError, match=r"model.safetensors: .*3.mlp.experts.w13_weight.scale: block scale at \(2, 1, 15, 1\) is NaN"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: .*3.mlp.experts.w13_weight.scale: block scale at \(2, 1, 15, 1\) is NaN"
+    ):
         plan.assemble("layers.3.mlp.experts.w13.scale")
     with pytest.raises(CheckpointError, match=r"w13_weight.scale2: scale at \(1, 0\) is 0.0"):
         plan.assemble("layers.3.mlp.experts.w13.scale2")

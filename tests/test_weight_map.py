@@ -17,7 +17,6 @@ from inkling_jax.config import ModelConfig, TextConfig
 from inkling_jax.convert import nvfp4
 from inkling_jax.convert.assemble import conv_shapes
 from inkling_jax.convert.write import write_checkpoint
-from inkling_jax.errors import CheckpointError
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.towers import Towers
 
