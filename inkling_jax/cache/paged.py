@@ -7,6 +7,7 @@ the window, so their page table is a ring: absolute page a lives in column a % w
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,10 @@ from inkling_jax.sharding.rules import Axes, local_shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What one decoder layer remembers. Keys are stored after convolution and norm, so they do not depend on position."""
+    """What one decoder layer remembers. Keys are stored after convolution and norm, so they do not depend on position.
+
+    All are None where nothing is remembered (`keep_nothing`).
+    """
 
     k_pages: Float[Array, "pages K P H"]
     v_pages: Float[Array, "pages K P H"]
@@ -89,6 +93,13 @@ def create_cache(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes:
         global_table=jnp.full((rows, shape.table_width(None)), shape.global_pages, jnp.int32),
         local_table=jnp.full((rows, shape.table_width(config.local_attention.window)), shape.local_pages, jnp.int32),
     )
+
+
+def keep_nothing(layers: int) -> Cache:
+    """What stands for the cache of so many layers where every sequence is whole within one step, as in training."""
+    nothing: Any = None
+    layer = LayerCache(*(nothing,) * len(dataclasses.fields(LayerCache)))
+    return Cache((layer,) * layers, *(jnp.zeros((1, 1), jnp.int32),) * 2)
 
 
 def append(

@@ -14,6 +14,7 @@ from inkling_jax.cache.paged import LayerCache, append
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.config import TextConfig
 from inkling_jax.kernels.paged_attention import RelativeBias, paged_attention, plan_attention, prepare_bias
+from inkling_jax.kernels.paged_attention.unpaged import attention_within
 from inkling_jax.layers.linear import linear
 from inkling_jax.layers.norm import RMSNorm
 from inkling_jax.layers.param import param
@@ -96,17 +97,26 @@ class Attention(nnx.Module):
         if self.log_scaling is not None:
             tau = log_scale(ragged.position, *self.log_scaling)[:, None, None, None]
             q, rel = (q * tau).astype(x.dtype), (rel * tau).astype(x.dtype)
-        cache = dataclasses.replace(
-            cache,
-            k_pages=append(cache.k_pages, k, step.table, ragged),
-            v_pages=append(cache.v_pages, v, step.table, ragged),
-            k_conv=k_state,
-            v_conv=v_state,
-        )
         tokens, kv_heads, share, width = q.shape
-        out = paged_attention(
-            q.reshape(tokens, kv_heads * share, width),
-            rel.reshape(tokens, kv_heads * share, self.rel_dim),
+        queries = (q.reshape(tokens, kv_heads * share, width), rel.reshape(tokens, kv_heads * share, self.rel_dim))
+        if cache.k_pages is None:
+            out = attention_within(*queries, self.rel_bias[...], k, v, ragged.row, window=self.window)
+        else:
+            cache = dataclasses.replace(
+                cache,
+                k_pages=append(cache.k_pages, k, step.table, ragged),
+                v_pages=append(cache.v_pages, v, step.table, ragged),
+                k_conv=k_state,
+                v_conv=v_state,
+            )
+            out = self._attend(queries, cache, step, ragged)
+        return sum_over_model(linear(out.reshape(tokens, -1), self.o_proj[...])), cache
+
+    def _attend(
+        self, queries: tuple[Float[Array, "T N H"], Float[Array, "T N r"]], cache: LayerCache, step: AttentionStep, ragged: Ragged
+    ) -> Float[Array, "T N H"]:
+        return paged_attention(
+            *queries,
             self._bias(),
             cache.k_pages,
             cache.v_pages,
@@ -119,7 +129,6 @@ class Attention(nnx.Module):
             context=step.context,
             plan=step.plan,
         )
-        return sum_over_model(linear(out.reshape(tokens, -1), self.o_proj[...])), cache
 
     def _project(self, x: Float[Array, "T D"]) -> tuple[Array, Array, Array, Array]:
         """q [T, K, n, H], k and v [T, K, H], r [T, K, n, rel_dim] of n query heads for each of K key heads."""

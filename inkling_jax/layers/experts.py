@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.config import TextConfig
 from inkling_jax.kernels.expert_matmul import Calibrated, Nvfp4, Packed, Shared, expert_matmul
+from inkling_jax.kernels.expert_matmul.every import every_expert
 from inkling_jax.kernels.expert_matmul.pack import packed_shape
 from inkling_jax.kernels.router import Routing
 from inkling_jax.layers.mlp import SharedExperts
@@ -95,6 +98,7 @@ class SparseMLP(nnx.Module):
         self.experts = RoutedExperts(config, packed, dtype)
         self.shared = SharedExperts(config, dtype)
         self.num_experts = config.num_experts
+        self.every_expert = False  # training: all tokens through all experts, see kernels.expert_matmul.every
 
     def __call__(
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None
@@ -108,7 +112,8 @@ class SparseMLP(nnx.Module):
         else:
             routing = self.router(x)
             local = jnp.where(valid[:, None], routing.experts - first, held)  # out of range: not ours, not read
-            y = expert_matmul(x, local, routing.weights, w13, w2).astype(jnp.float32) + self.shared(x, routing.shared)
+            multiply: Callable[..., jax.Array] = every_expert if self.every_expert else expert_matmul
+            y = multiply(x, local, routing.weights, w13, w2).astype(jnp.float32) + self.shared(x, routing.shared)
         if tape is not None:
             order = jnp.argsort(routing.experts, axis=-1)
             tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in routing[:2])

@@ -10,6 +10,8 @@ from inkling_jax.cache.ragged import Ragged
 from inkling_jax.layers.param import param
 from inkling_jax.sharding.rules import Axes
 
+State = Float[Array, "slots m *C"] | None
+
 
 class ShortConv(nnx.Module):
     """y[t] = x[t] + sum_j w[j] x[t - (width-1) + j]: the last tap multiplies the current token.
@@ -20,13 +22,11 @@ class ShortConv(nnx.Module):
     def __init__(self, channels: tuple[int, ...], width: int, dtype: jnp.dtype, axes: Axes):
         self.weight = param((*channels, width), dtype, (*axes, None))
 
-    def __call__(
-        self, x: Float[Array, "T *C"], state: Float[Array, "slots width-1 *C"], ragged: Ragged
-    ) -> tuple[Float[Array, "T *C"], Float[Array, "slots width-1 *C"]]:
+    def __call__(self, x: Float[Array, "T *C"], state: State, ragged: Ragged) -> tuple[Float[Array, "T *C"], State]:
         """Convolved tokens in the dtype of x, and the state holding each row's last width-1 inputs.
 
         The state is a ring: the input at position p lies at p % (width-1). So a step writes its tokens and moves none, in one
-        scatter whose updates exist already.
+        scatter whose updates exist already. None, of a cache that keeps nothing, stays None.
         """
         taps = self.weight[...].astype(jnp.float32)
         y = short_conv(x, taps, previous_inputs(x, state, ragged, taps.shape[-1]))
@@ -42,27 +42,28 @@ def short_conv(x: Float[Array, "T *C"], taps: Float[Array, "*C width"], past: li
     return y
 
 
-def previous_inputs(
-    x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged, width: int
-) -> list[Float[Array, "T *C"]]:
+def previous_inputs(x: Float[Array, "T *C"], state: State, ragged: Ragged, width: int) -> list[Float[Array, "T *C"]]:
     """For 1 .. width-1 tokens back: the input there, from this step's tokens or, before them, from the row's state.
 
     Before a sequence's first token it is zero, whatever another sequence left in the state.
     """
-    token, slot = jnp.arange(x.shape[0]), ragged.slot[ragged.row]
     past = []
     for back in range(1, width):
-        position = ragged.position - back
-        earlier = jnp.where(_expand(position >= 0, x), state[slot, position % state.shape[1]], 0)
+        earlier = jnp.zeros_like(x)
+        if state is not None:
+            position, slot = ragged.position - back, ragged.slot[ragged.row]
+            earlier = jnp.where(_expand(position >= 0, x), state[slot, position % state.shape[1]], earlier)
         if ragged.longest > 1:
             in_step = ragged.offset >= back
-            earlier = jnp.where(_expand(in_step, x), x[jnp.maximum(token - back, 0)], earlier)
+            earlier = jnp.where(_expand(in_step, x), jnp.roll(x, back, axis=0), earlier)
         past.append(earlier)
     return past
 
 
-def next_state(x: Float[Array, "T *C"], state: Float[Array, "slots m *C"], ragged: Ragged) -> Float[Array, "slots m *C"]:
+def next_state(x: Float[Array, "T *C"], state: State, ragged: Ragged) -> State:
     """The state after this step, in which each row's last tokens are written; rows without tokens keep theirs."""
+    if state is None:
+        return None
     kept = state.shape[1]
     last = ragged.valid & (ragged.offset >= ragged.count[ragged.row] - kept)
     slot = jnp.where(last, ragged.slot[ragged.row], state.shape[0])
