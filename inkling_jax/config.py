@@ -83,6 +83,19 @@ class ModelConfig:
             quant_algo=algo,
         )
 
+    @property
+    def draft_layers(self) -> TextConfig | None:
+        """The layers of the draft head as those of a decoder, a dense one each depth (spec 3); None without a head."""
+        if self.mtp is None:
+            return None
+        return dataclasses.replace(
+            self.text,
+            num_layers=self.mtp.num_depths,
+            local_layers=self.mtp.local_depths,
+            dense_layers=(True,) * self.mtp.num_depths,
+            local_attention=dataclasses.replace(self.text.local_attention, rel_extent=self.mtp.local_extent),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the published dialect: `from_dict` gives this value back, but for `quant_algo`."""
         return published_dict(self)

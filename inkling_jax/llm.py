@@ -36,7 +36,7 @@ def load(source: str | os.PathLike[str], **options: Any) -> LLM:
     """Load a model from a checkpoint directory, a preset's name or a hub id, tried in this order.
 
     Options are those of `inkling_jax.loading.load_model`: weights, dtype, mesh, max_context, kv_memory, kernels, activations,
-    slots, page_size, chunk, tokens_per_call, ahead, seed, quiet. Raises InklingError's kinds, each naming what is wrong.
+    draft, slots, page_size, chunk, tokens_per_call, ahead, seed, quiet. Raises InklingError's kinds, each naming what is wrong.
     """
     return LLM(load_model(source, **options))
 
@@ -50,7 +50,7 @@ class LLM:
         self.summary: str = loaded.summary
         self.engine: Engine = loaded.engine
         self.processor: Processor = loaded.processor
-        self._render_chat = loaded.render_chat
+        self._render_chat, self._open_drafts = loaded.render_chat, loaded.open_drafts
         self.calls = EngineCalls(loaded.engine)
 
     def __enter__(self) -> LLM:
@@ -82,6 +82,19 @@ class LLM:
         """
         chunks = [tape for _, tape in self._evaluate(prompt, trace=True)]
         return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+    def draft_logits(self, prompt: PromptLike) -> list[Float[np.ndarray, "rows usable"]]:
+        """float32 logits of each depth k of the draft head, [T - 1 - k, usable], teacher forced (spec 3).
+
+        Row t of depth k is computed from the T prompt tokens up to t + 1 + k, and guesses the one at t + 2 + k. Unless the model
+        was loaded with draft=True, the first call reads the head: InputError where there is none, CapacityError where no memory
+        is left for it.
+        """
+        ids, media = self._read(prompt)
+        if self.engine.drafts is None and not self.engine.closed:
+            self.engine.drafts = self._open_drafts()
+        chunks = list(self._pieces(self.engine.draft_logits(ids, media)))
+        return [np.concatenate(depth) for depth in zip(*chunks, strict=True)]
 
     def generate(
         self, prompts: PromptLike | Sequence[PromptLike], sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams()
@@ -161,7 +174,10 @@ class LLM:
 
     def _evaluate(self, prompt: PromptLike, trace: bool) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         ids, media = self._read(prompt)
-        chunks = self.engine.evaluate(ids, trace, media)
+        return self._pieces(self.engine.evaluate(ids, trace, media))
+
+    def _pieces[Piece](self, chunks: Iterator[Piece]) -> Iterator[Piece]:
+        """What the engine computes chunk by chunk; Ctrl-C waits for the end of one."""
         while (chunk := self.calls.uninterrupted(lambda: next(chunks, None))) is not None:
             yield chunk
 

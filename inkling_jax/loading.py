@@ -20,6 +20,8 @@ from inkling_jax.convert.converted import open_weights
 from inkling_jax.convert.load import stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.draft_loading import DraftSource
+from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
 from inkling_jax.engine.state import EngineState, create_state
@@ -54,6 +56,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     processor: Processor
     render_chat: Callable[..., list[Segment]]  # called as `inputs.chat.render` is
+    open_drafts: Callable[[], DraftRunner]  # read the draft head, where `draft` has not
     summary: str  # one line: shape, place, memory
 
 
@@ -67,6 +70,7 @@ def load_model(
     kv_memory: int | str | None = None,
     kernels: str = "auto",
     activations: str | None = None,
+    draft: bool = False,
     slots: int = 8,
     page_size: int = 64,
     chunk: int = 512,
@@ -82,8 +86,9 @@ def load_model(
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
     on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". activations: "nvfp4" rounds the
     inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
-    path); default not. slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step. tokens_per_call:
-    decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
+    path); default not. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it
+    when it is first called, into what memory is left. slots: sequences at once. page_size: tokens a cache page. chunk: prompt
+    tokens a step. tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
     options = EngineOptions(chunk, tokens_per_call, ahead)
@@ -98,8 +103,9 @@ def load_model(
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
-    plan = open_weights(config, directory, bool(activations)) if directory and weights == "checkpoint" else None
-    layout = layout_of(config, plan, model_dtype, options)
+    plan = open_weights(config, directory, input_scales=bool(activations)) if directory and weights == "checkpoint" else None
+    heads = DraftSource(config, directory if weights == "checkpoint" else None, model_dtype, seed, quiet)
+    layout = dataclasses.replace(layout_of(config, plan, model_dtype, options), draft=heads.declare() if draft else None)
     if activations:
         if plan is None or not plan.packed:
             raise InputError(f"activations={activations!r}: {source} has no experts in NVFP4 with a calibration of their inputs")
@@ -126,9 +132,12 @@ def load_model(
         options=options,
         media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
     )
+    open_drafts = functools.partial(heads.open, engine.programs)
+    if draft:
+        engine.drafts = open_drafts()
     summary = _summary(layout, shape, layout.memory(shape, sizes), device_mesh)
     logger.info("%s", summary)
-    return Loaded(config, engine, tokenizer, processor, render_chat, summary)
+    return Loaded(config, engine, tokenizer, processor, render_chat, open_drafts, summary)
 
 
 def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, ModelConfig]:

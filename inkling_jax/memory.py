@@ -24,6 +24,7 @@ from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.engine.pack import SCORE_CHUNK, SMALLEST_CHUNK, bucket
 from inkling_jax.engine.state import create_state
 from inkling_jax.errors import CapacityError, ConfigError, InputError
+from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.sharding.mesh import AXES
 from inkling_jax.sharding.rules import local_shape
@@ -37,6 +38,7 @@ UNLIMITED = 1 << 62
 # A parameter belongs to the first kind whose pattern is found in its path.
 KINDS: dict[str, str] = {
     "towers": r"^(vision|audio)\.",
+    "draft head": r"^draft",
     "norms and convolutions": r"(norm|conv)\.weight$",
     "embedding": r"^embed$",
     "head": r"^unembed$",
@@ -90,10 +92,12 @@ class Layout:
     packed: bool  # some experts are NVFP4
     chunk: int  # prompt tokens a step
     media: int = 0  # bytes for rows of media
+    draft: DraftHead | None = None
 
     @functools.cached_property
     def _declared(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], int]]:
         flat = flat_parameters(self.model) | flat_parameters(self.towers)
+        flat |= flat_parameters(self.draft) if self.draft is not None else {}
         return {path: (leaf.get_value().shape, leaf.axes, leaf.get_value().dtype.itemsize) for path, leaf in flat.items()}
 
     def weights(self, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -66,11 +66,7 @@ class Inkling(nnx.Module):
         `context` bounds the rows' lengths statically. `tape`, where given, receives "hidden.i" and "moe.j.*" (llm.trace).
         `media` rows take their places after the embedding norm and are not normed again (spec 2.1).
         """
-        h = embedding_rows(self.embed[...], token_ids)
-        if self.embed_norm is not None:
-            h = self.embed_norm(h)
-        if media is not None:
-            h = jnp.where(media.present[:, None], media.rows, h)
+        h = self.embeddings(token_ids, media)
         steps: dict[bool, AttentionStep] = {}  # by kind of layer
         layers, sparse = [], 0
         for i, layer in enumerate(self.layers):
@@ -89,6 +85,13 @@ class Inkling(nnx.Module):
         if tape is not None:
             tape[f"hidden.{len(layers)}"] = z
         return z, dataclasses.replace(cache, layers=tuple(layers))
+
+    def embeddings(self, token_ids: Int[Array, " T"], media: MediaRows | None = None) -> Float[Array, "T D"]:
+        """What stands for tokens: their normed rows of the table, or the rows of `media`, which are not normed again."""
+        rows = embedding_rows(self.embed[...], token_ids)
+        if self.embed_norm is not None:
+            rows = self.embed_norm(rows)
+        return rows if media is None else jnp.where(media.present[:, None], media.rows, rows)
 
     def logits(self, z: Float[Array, "B D"]) -> Float[Array, "B usable"]:
         """float32 logits of normed states over the usable vocabulary; muP divides here and nowhere else."""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Shaped, UInt32
 
 from inkling_jax.config import TextConfig
 from inkling_jax.model import Inkling, Packed, flat_parameters
 from inkling_jax.sharding.rules import local_shape, partition_spec
-from inkling_jax.towers import Towers
 
 SCALE_BYTES = (0x68, 16)  # first E4M3 byte and number of bytes that block scales are drawn from: 64 to 240, no NaN, no negative
 _CODE_RMS = math.sqrt(sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of E2M1 codes, all equally likely
@@ -33,7 +33,7 @@ def packed_experts(config: TextConfig) -> Packed:
     return frozenset((layer, name) for layer in sparse[1:] for name in ("w13", "w2"))
 
 
-def local_leaves(model: Inkling | Towers, sizes: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+def local_leaves(model: nnx.Module, sizes: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
     """What one rank of a mesh with axis sizes `sizes` holds, by path, in the order of the model's flat state.
 
     Raises ConfigError naming the parameter where a dimension does not divide.
@@ -45,7 +45,7 @@ def local_leaves(model: Inkling | Towers, sizes: Mapping[str, int]) -> dict[str,
 
 
 def random_leaves(
-    model: Inkling, *, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None, seed: int = 0
+    model: nnx.Module, *, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None, seed: int = 0
 ) -> list[Array]:
     """Random parameters in the order of the model's flat state.
 
@@ -57,7 +57,7 @@ def random_leaves(
 
 
 def random_parameters(
-    model: Inkling | Towers, *, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None, seed: int = 0
+    model: nnx.Module, *, mesh: Mesh | None = None, sizes: Mapping[str, int] | None = None, seed: int = 0
 ) -> Iterator[tuple[str, Array]]:
     """The same one by one, each with its path."""
     if mesh is not None:

@@ -137,6 +137,6 @@ def micro_checkpoint(directory: Path, nvfp4: bool, edit: Callable[[Tensors], Any
     return config
 
 
-def plan_of(directory: Path, config: ModelConfig | None = None) -> WeightPlan:
-    """The plan of a checkpoint directory."""
-    return WeightPlan.build(config or ModelConfig.from_directory(directory), Checkpoint.open(directory))
+def plan_of(directory: Path, config: ModelConfig | None = None, *, draft: bool = False) -> WeightPlan:
+    """The plan of a checkpoint directory, with `draft` of its draft head too."""
+    return WeightPlan.build(config or ModelConfig.from_directory(directory), Checkpoint.open(directory), draft=draft)

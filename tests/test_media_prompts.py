@@ -35,10 +35,11 @@ def open_llm(directory: Path, page: int = 16, chunk: int = 16, max_query: int = 
     shared = engines.model(directory)
     tokenizer = Tokenizer.from_directory(directory, shared.config)
     towers = frozenset(shared.media._programs)
-    loaded: Any = dataclasses.make_dataclass("Loaded", ["config", "engine", "tokenizer", "processor", "render_chat", "summary"])
+    fields = ["config", "engine", "tokenizer", "processor", "render_chat", "open_drafts", "summary"]
+    loaded: Any = dataclasses.make_dataclass("Loaded", fields)
     engine = engines.engine(directory, chunk=chunk, shape=engines.cache_shape(page, max_query=max_query))
     processor = Processor(shared.config, tokenizer, towers)
-    return LLM(loaded(shared.config, engine, tokenizer, processor, render, ""))
+    return LLM(loaded(shared.config, engine, tokenizer, processor, render, None, ""))
 
 
 @pytest.fixture(scope="module")

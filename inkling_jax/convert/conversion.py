@@ -10,20 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from inkling_jax.config import ModelConfig
-from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION
+from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION, declared_parameters
 from inkling_jax.convert.orbax_store import Grid
 from inkling_jax.convert.progress import size_text
 from inkling_jax.convert.provenance import copied_files, state_of, weight_files
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.errors import CapacityError, CheckpointError
-from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.sharding.rules import RULES, Axes, local_shape
-from inkling_jax.towers import Towers
 
 WAYS = 16  # devices that an axis may be split over without a chunk that two of them read, if no mesh is named
 _SLACK = 1.01  # checksums, and the last block of every file
@@ -49,8 +46,8 @@ class Conversion:
         if (source / RECORD).exists():
             raise CheckpointError(f"{source}: is converted already")
         config = ModelConfig.from_directory(source)
-        plan = WeightPlan.build(config, Checkpoint.open(source))
-        axes = _axes(config, plan)
+        plan = WeightPlan.build(config, Checkpoint.open(source), draft=True)
+        axes = {path: leaf.axes for path, leaf in declared_parameters(config, plan.packed, plan.towers, plan.draft).items()}
         dtypes = {path: made.dtype or made.content.stored for path, made in plan.parameters.items()}
         grids = {
             path: Grid.of(made.shape, dtypes[path].itemsize, _ways(path, made.shape, axes[path], mesh))
@@ -104,7 +101,7 @@ class Conversion:
         alike: dict[tuple[str, str, str], list[str]] = {}
         for path, dtype in self.dtypes.items():
             shape = " x ".join(map(str, self.grids[path].shape)) or "one number"
-            alike.setdefault((re.sub(r"^layers\.\d+\.", "layers.*.", path), dtype.name, shape), []).append(path)
+            alike.setdefault((re.sub(r"^(layers|draft)\.\d+\.", r"\1.*.", path), dtype.name, shape), []).append(path)
         for (pattern, dtype, shape), paths in alike.items():
             nbytes = sum(self.nbytes(path) for path in paths)
             yield f"{pattern}: {f'{len(paths)} of ' if len(paths) > 1 else ''}{shape}, {dtype}, {size_text(nbytes)}"
@@ -115,13 +112,6 @@ class Conversion:
         left_out = len(self.plan.deferred) + len(self.plan.unused)
         if left_out:
             yield f"left out: {left_out} tensors that the model does not use"
-
-
-def _axes(config: ModelConfig, plan: WeightPlan) -> dict[str, Axes]:
-    """The logical axes of each parameter."""
-    dtype = jnp.dtype("bfloat16")
-    modules = Inkling(config.text, plan.packed, dtype), Towers.of(config, plan.towers, dtype)
-    return {path: leaf.axes for module in modules for path, leaf in flat_parameters(module).items()}
 
 
 def _ways(path: str, shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int] | None) -> tuple[int, ...]:

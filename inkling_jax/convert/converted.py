@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from inkling_jax.config import ModelConfig
 from inkling_jax.convert.accounting import Source
@@ -22,6 +23,7 @@ from inkling_jax.convert.orbax_store import STATE, StoredArray
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import TOWERS, WeightPlan
 from inkling_jax.errors import CheckpointError
+from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.towers import Towers
 
@@ -34,20 +36,20 @@ _PACKED = re.compile(r"layers\.(\d{1,9})\.mlp\.experts\.(w13|w2)\.values")
 _PARTIAL = "; the same conversion, run again, goes on with it"
 
 
-def open_weights(config: ModelConfig, directory: Path, input_scales: bool = False) -> WeightPlan:
+def open_weights(config: ModelConfig, directory: Path, *, input_scales: bool = False, draft: bool = False) -> WeightPlan:
     """How to read the weights in `directory`, published or converted. CheckpointError for what is neither, or not whole.
 
-    `input_scales`: of packed experts as well, which a conversion leaves out.
+    `input_scales`: of packed experts as well, which a conversion leaves out. `draft`: of the draft head, where there is one.
     """
     if (directory / RECORD).exists():
         if input_scales:
             raise CheckpointError(f"{directory}: a conversion has no input_amax, calibrated inputs: load what it was made of")
-        return _plan(config, directory)
+        return _plan(config, directory, draft)
     if (directory / JOURNAL).exists():
         raise CheckpointError(f"{directory}: a conversion that is not finished{_PARTIAL}")
     if (directory / WEIGHTS / STATE).is_dir():
         raise CheckpointError(f"{directory}: its {RECORD} is missing, so its {WEIGHTS}/ cannot be trusted; convert again")
-    return WeightPlan.build(config, Checkpoint.open(directory), input_scales)
+    return WeightPlan.build(config, Checkpoint.open(directory), input_scales=input_scales, draft=draft)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def _plan(config: ModelConfig, directory: Path) -> WeightPlan:
+def _plan(config: ModelConfig, directory: Path, draft: bool) -> WeightPlan:
     record = read_record(directory)
     where = f"{directory / RECORD}"
     held = record.get("parameters")
@@ -69,14 +71,21 @@ def _plan(config: ModelConfig, directory: Path) -> WeightPlan:
         raise CheckpointError(f"{where}: 'parameters' is missing; expected an object")
     packed = frozenset((int(found[1]), found[2]) for path in held if (found := _PACKED.fullmatch(path)))
     towers = frozenset(name for name in TOWERS if any(path.startswith(name + ".") for path in held))
-    declared = _declared(config, packed, towers)
+    drafted = any(path.startswith("draft") for path in held)
+    declared = {
+        path: (value.shape, None if value.dtype == jnp.bfloat16 else np.dtype(value.dtype))
+        for path, leaf in declared_parameters(config, packed, towers, drafted).items()
+        for value in (leaf.get_value(),)
+    }
     for fault, paths in (("lacks", declared.keys() - held.keys()), ("has no place for", held.keys() - declared.keys())):
         if paths:
             raise CheckpointError(f"{where}: the model of config.json {fault} {len(paths)} of its parameters: {show(min(paths))}")
     _check_copies(record, directory)
     sources = {path: _source(directory, path, held[path], *declared[path]) for path in held}
     tensors = {path: _tensor(directory, path, source) for path, source in sources.items()}
-    return WeightPlan(Checkpoint(directory, tensors), sources, packed, towers, (), ())
+    read = {path: source for path, source in sources.items() if draft or not path.startswith("draft")}
+    waiting = tuple(sources.keys() - read.keys())
+    return WeightPlan(Checkpoint(directory, tensors), read, packed, towers, waiting, (), drafted and draft)
 
 
 def _check_copies(record: dict[str, Any], directory: Path) -> None:
@@ -90,17 +99,14 @@ def _check_copies(record: dict[str, Any], directory: Path) -> None:
             raise CheckpointError(f"{directory / name}: is missing; the source had it, copy it from there")
 
 
-def _declared(
-    config: ModelConfig, packed: frozenset[tuple[int, str]], towers: frozenset[str]
-) -> dict[str, tuple[tuple[int, ...], np.dtype | None]]:
-    """Shape and dtype (None: the model's) of each parameter."""
-    found: dict[str, tuple[tuple[int, ...], np.dtype | None]] = {}
+def declared_parameters(
+    config: ModelConfig, packed: frozenset[tuple[int, str]], towers: frozenset[str], draft: bool
+) -> dict[str, nnx.Param]:
+    """The parameters that a conversion may hold, by path, as bfloat16 models declare them."""
     dtype = jnp.dtype("bfloat16")
-    for module in (Inkling(config.text, packed, dtype), Towers.of(config, towers, dtype)):
-        for path, leaf in flat_parameters(module).items():
-            value = leaf.get_value()
-            found[path] = value.shape, None if value.dtype == jnp.bfloat16 else np.dtype(value.dtype)
-    return found
+    head = DraftHead.of(config, dtype) if draft else None
+    modules = (Inkling(config.text, packed, dtype), Towers.of(config, towers, dtype), *([head] if head else []))
+    return {path: leaf for module in modules for path, leaf in flat_parameters(module).items()}
 
 
 def _source(directory: Path, path: str, entry: Any, shape: tuple[int, ...], dtype: np.dtype | None) -> Source:

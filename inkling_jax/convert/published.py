@@ -20,8 +20,8 @@ def published_tensors(config: ModelConfig, nvfp4: bool) -> Layout:
     if text.use_embed_norm:
         layout["model.llm.embed_norm.weight"] = ("BF16", (width,))
     for layer in range(text.num_layers):
-        prefix, attention = f"model.llm.layers.{layer}.", text.attention(layer)
-        layout |= _block(prefix, text, attention, attention.rel_extent)
+        prefix = f"model.llm.layers.{layer}."
+        layout |= _block(prefix, text, text.attention(layer))
         if text.dense_layers[layer]:
             layout |= _dense(prefix, text)
         else:
@@ -34,15 +34,7 @@ def is_first_sparse(text: TextConfig, layer: int) -> bool:
     return not text.dense_layers[layer] and all(text.dense_layers[:layer])
 
 
-def draft_geometry(config: ModelConfig, depth: int) -> tuple[AttentionConfig, int]:
-    """Attention of draft depth `depth` and the extent of its relative bias (spec 3)."""
-    assert config.mtp is not None
-    if config.mtp.local_depths[depth]:
-        return config.text.local_attention, config.mtp.local_extent
-    return config.text.global_attention, config.text.global_attention.rel_extent
-
-
-def _block(prefix: str, text: TextConfig, attention: AttentionConfig, extent: int) -> Layout:
+def _block(prefix: str, text: TextConfig, attention: AttentionConfig) -> Layout:
     """Attention, norms and convolutions, the same in every layer and draft depth."""
     width, taps, head = text.hidden_size, text.conv_width, attention.head_dim
     heads, kv = attention.num_heads * head, attention.num_kv_heads * head
@@ -54,7 +46,7 @@ def _block(prefix: str, text: TextConfig, attention: AttentionConfig, extent: in
         "attn.wo_ud.weight": (width, heads),
         "attn.q_norm.weight": (head,),
         "attn.k_norm.weight": (head,),
-        "attn.rel_logits_proj.proj": (text.rel_dim, extent),
+        "attn.rel_logits_proj.proj": (text.rel_dim, attention.rel_extent),
         "attn.k_sconv.weight": (kv, 1, taps),
         "attn.v_sconv.weight": (kv, 1, taps),
         "attn_norm.weight": (width,),
@@ -119,16 +111,16 @@ def _towers(config: ModelConfig) -> Layout:
 
 def _draft_head(config: ModelConfig) -> Layout:
     layout: Layout = {}
-    if config.mtp is None:
+    if config.mtp is None or (layers := config.draft_layers) is None:
         return layout
-    width = config.text.hidden_size
-    for depth in range(config.mtp.num_depths):
+    width = layers.hidden_size
+    for depth in range(layers.num_layers):
         prefix = f"model.mtp.layers.{depth}."
         layout[prefix + "hidden_norm.weight"] = ("BF16", (width,))
         layout[prefix + "embed_norm.weight"] = ("BF16", (width,))
         layout[prefix + "input_proj.weight"] = ("BF16", (width, 2 * width))
         block = prefix + "transformer_block."
-        layout |= _block(block, config.text, *draft_geometry(config, depth)) | _dense(block, config.text)
+        layout |= _block(block, layers, layers.attention(depth)) | _dense(block, layers)
     if config.mtp.chain_norm:
         layout["model.mtp.chain_norm.weight"] = ("BF16", (width,))
     return layout

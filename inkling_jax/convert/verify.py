@@ -26,7 +26,7 @@ def verify(conversion: Conversion, *, quiet: bool = False) -> int:
     place = conversion.destination
     if not (place / RECORD).exists():
         raise CheckpointError(f"{place}: no finished conversion is there: {RECORD} is missing")
-    stored = open_weights(ModelConfig.from_directory(place), place)
+    stored = open_weights(ModelConfig.from_directory(place), place, draft=True)
     if stored.parameters.keys() != conversion.plan.parameters.keys():
         raise CheckpointError(f"{place}: holds other parameters than {conversion.source}")
     _compare_copies(conversion)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from inkling_jax.config import AudioConfig, ModelConfig, VisionConfig
+from inkling_jax.config import AttentionConfig, AudioConfig, ModelConfig, TextConfig, VisionConfig
 from inkling_jax.config_vision import vision_folds
 from inkling_jax.convert import assemble, nvfp4
 from inkling_jax.convert.accounting import Ledger, Source, Wanted, place
@@ -27,15 +27,16 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _Shape = tuple[int, ...]
 
 TOWERS = {"vision": "model.visual.", "audio": "model.audio."}  # what the names of a tower's tensors begin with
+DRAFT = "model.mtp."  # and those of the draft head; its parameters begin with "draft"
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlan:
     """A checkpoint matched with a configuration.
 
-    `packed` holds (layer, "w13" | "w2") of each expert stack in NVFP4; `towers` says which of "vision" and "audio" are there;
-    `deferred` are the tensors of the draft head and of towers that the configuration has not, `unused` those that are known and
-    deliberately not read.
+    `packed` holds (layer, "w13" | "w2") of each expert stack in NVFP4; `towers` says which of "vision" and "audio" are there,
+    `draft` whether the draft head is read; `deferred` are the tensors of a draft head that is not, and of towers that the
+    configuration has not, `unused` those that are known and deliberately not read.
     """
 
     checkpoint: Checkpoint
@@ -44,21 +45,25 @@ class WeightPlan:
     towers: frozenset[str]
     deferred: tuple[str, ...]
     unused: tuple[str, ...]
+    draft: bool = False
 
     @classmethod
-    def build(cls, config: ModelConfig, checkpoint: Checkpoint, input_scales: bool = False) -> WeightPlan:
+    def build(cls, config: ModelConfig, checkpoint: Checkpoint, *, input_scales: bool = False, draft: bool = False) -> WeightPlan:
         """Match every tensor; CheckpointError names those that are missing, unexpected, of a wrong shape or dtype.
 
-        `input_scales`: packed experts need the calibration of their inputs as well.
+        `input_scales`: packed experts need the calibration of their inputs as well. `draft`: the draft head is to be read, if
+        configuration and checkpoint have one.
         """
         planner = _Planner(config, checkpoint, input_scales)
         planner.plan_ends()
         for layer in range(config.text.num_layers):
             planner.plan_layer(layer)
         planner.plan_towers()
-        deferred, unused = planner.ledger.settle(("model.mtp.", *(TOWERS[name] for name in TOWERS.keys() - planner.towers)))
+        drafted = draft and planner.plan_draft_head()
+        waiting = [TOWERS[name] for name in TOWERS.keys() - planner.towers] + ([] if drafted else [DRAFT])
+        deferred, unused = planner.ledger.settle(tuple(waiting))
         packed, towers = frozenset(planner.packed), frozenset(planner.towers)
-        return cls(checkpoint, planner.ledger.parameters, packed, towers, deferred, unused)
+        return cls(checkpoint, planner.ledger.parameters, packed, towers, deferred, unused, drafted)
 
     @property
     def total_bytes(self) -> int:
@@ -82,7 +87,7 @@ class _Planner:
     """Walks the model in the order of the configuration and claims the tensors of each parameter (spec 7.1, 7.2)."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, input_scales: bool):
-        self.text, self.vision, self.audio = config.text, config.vision, config.audio
+        self.config, self.text = config, config.text
         self.input_scales = input_scales
         self.tensors = checkpoint.tensors
         self.ledger = Ledger(checkpoint)
@@ -104,15 +109,17 @@ class _Planner:
         self.ledger.add("unembed", table, lambda info: View.of(info, info.shape), head)  # rows that are not there are zeros
 
     def plan_layer(self, layer: int) -> None:
-        """One decoder layer: norms, attention, convolutions, feed-forward."""
-        path, name = f"layers.{layer}.", f"model.llm.layers.{layer}."
-        width = self.text.hidden_size
+        """One layer of the decoder."""
+        self._plan_layer(self.text, layer, f"layers.{layer}.", f"model.llm.layers.{layer}.")
+
+    def _plan_layer(self, text: TextConfig, layer: int, path: str, name: str) -> None:
+        """Layer `layer` of `text`, a decoder or the draft head as one: norms, attention, convolutions, feed-forward."""
         for norm in ("attn_norm.weight", "mlp_norm.weight"):
-            self._vector(path + norm, name + norm, width)
-        self._plan_attention(layer, path + "attn.", name + "attn.")
+            self._vector(path + norm, name + norm, text.hidden_size)
+        self._plan_attention(text.attention(layer), path + "attn.", name + "attn.")
         for stream in ("attn", "mlp"):
-            self._conv(f"{path}{stream}_conv.weight", f"{name}{stream}_sconv.weight", (width,))
-        if self.text.dense_layers[layer]:
+            self._conv(f"{path}{stream}_conv.weight", f"{name}{stream}_sconv.weight", (text.hidden_size,))
+        if text.dense_layers[layer]:
             self._plan_dense(path + "mlp.", name + "mlp.")
         else:
             self._plan_sparse(layer, path + "mlp.", name + "mlp.")
@@ -120,12 +127,28 @@ class _Planner:
     def plan_towers(self) -> None:
         """The towers that the configuration has, unless the checkpoint holds not one tensor of theirs: then it is text alone."""
         present = {tower for tower, name in TOWERS.items() if any(tensor.startswith(name) for tensor in self.tensors)}
-        if self.vision is not None and "vision" in present:
+        if self.config.vision is not None and "vision" in present:
             self.towers.add("vision")
-            self._plan_vision(self.vision, "vision.", TOWERS["vision"])
-        if self.audio is not None and "audio" in present:
+            self._plan_vision(self.config.vision, "vision.", TOWERS["vision"])
+        if self.config.audio is not None and "audio" in present:
             self.towers.add("audio")
-            self._plan_audio(self.audio, "audio.", TOWERS["audio"])
+            self._plan_audio(self.config.audio, "audio.", TOWERS["audio"])
+
+    def plan_draft_head(self) -> bool:
+        """The draft head, if the configuration has one and the checkpoint any tensor of it; whether that is so."""
+        layers = self.config.draft_layers
+        if layers is None or self.config.mtp is None or not any(tensor.startswith(DRAFT) for tensor in self.tensors):
+            return False
+        width = layers.hidden_size
+        for depth in range(layers.num_layers):
+            path, name = f"draft.{depth}.", f"{DRAFT}layers.{depth}."
+            for norm in ("hidden_norm.weight", "embed_norm.weight"):
+                self._vector(path + norm, name + norm, width)
+            self._plain(path + "input_proj", Wanted(name + "input_proj.weight", ((width, 2 * width),)))
+            self._plan_layer(layers, depth, path + "block.", name + "transformer_block.")
+        if self.config.mtp.chain_norm:
+            self._vector("draft_norm.weight", DRAFT + "chain_norm.weight", width)
+        return True
 
     def _plan_vision(self, vision: VisionConfig, path: str, name: str) -> None:
         folds = vision_folds(vision)
@@ -143,8 +166,8 @@ class _Planner:
         if audio.use_norm:
             self._vector(path + "norm.weight", name + "final_norm.weight", audio.hidden_size)
 
-    def _plan_attention(self, layer: int, path: str, name: str) -> None:
-        text, attention = self.text, self.text.attention(layer)
+    def _plan_attention(self, attention: AttentionConfig, path: str, name: str) -> None:
+        text = self.text
         heads, kv_heads, head = attention.num_heads, attention.num_kv_heads, attention.head_dim
         width, extent = text.hidden_size, attention.rel_extent
         rows = {"wq_du": heads * head, "wk_dv": kv_heads * head, "wv_dv": kv_heads * head, "wr_du": heads * text.rel_dim}

@@ -9,6 +9,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
+from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
 from inkling_jax.engine.pack import SCORE_CHUNK, Entries, context_bucket, pack_chunk, pack_slots, pack_updates
@@ -25,6 +27,7 @@ from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
 from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.media import MediaItem
+from inkling_jax.model import MediaRows
 from inkling_jax.towers import Towers
 
 LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
@@ -69,6 +72,7 @@ class Engine:
         self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
+        self.drafts: DraftRunner | None = None  # once something asks for it
         self.scheduler = Scheduler(
             Limits(
                 slots=shape.slots,
@@ -98,6 +102,8 @@ class Engine:
         for array in [*self.leaves, *jax.tree.leaves(self.state)]:
             array.delete()
         self.media.close()
+        if self.drafts is not None:
+            self.drafts.close()
         self.leaves, self.closed = [], True
         self._sequences.clear()
         self._in_flight.clear()
@@ -149,6 +155,42 @@ class Engine:
 
         Takes a slot and pages like any request, and gives them back.
         """
+        with self._teacher_forced(token_ids, media) as sequence:
+            for begin, end in self._pieces(sequence):
+                chunk, context = self._chunk([(sequence, begin, end)])
+                (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
+                count = end - begin
+                # cut on the host: on the device each count would be a program of its own
+                yield np.asarray(logits)[:count], {name: np.asarray(value)[:count] for name, value in tape.items()}
+
+    def draft_logits(self, token_ids: SequenceOf[int], media: tuple[MediaItem, ...] = ()) -> Iterator[list[np.ndarray]]:
+        """Of each chunk of a prompt in turn, the logits [t, usable] of each depth of the draft head (teacher forced).
+
+        Depth k has them at every token but the last 1 + k of the prompt. Takes a slot, pages and a cache of its own for the time.
+        """
+        drafts, length = self.drafts, len(token_ids)
+        if drafts is None:
+            raise InputError("the draft head of this model is not loaded")
+        with self._teacher_forced(token_ids, media) as sequence:
+            cache, shape = drafts.create_cache(length, self.shape.page_size, min(self.options.chunk, SCORE_CHUNK))
+            for begin, end in self._pieces(sequence):
+                chunk, context = self._chunk([(sequence, begin, end)])
+                hidden, self.state = self.programs.hidden(self.leaves, self.state, chunk, context=context)
+                later = [self._later(sequence, begin + 1 + k, end + 1 + k, len(chunk.token_ids)) for k in range(drafts.depths)]
+                states, cache = drafts.states(self.leaves, cache, shape, end, hidden, chunk, later)
+                counts = [max(0, min(end, length - 1 - k) - begin) for k in range(drafts.depths)]
+                yield [np.asarray(drafts.logits(self.leaves, states[k]))[:count] for k, count in enumerate(counts)]
+
+    def _later(self, sequence: Sequence, begin: int, end: int, places: int) -> tuple[np.ndarray, MediaRows | None]:
+        """Tokens begin .. end of a prompt as far as it has them, and the rows of media among them, in `places`."""
+        ids = np.zeros(places, np.int32)
+        found = sequence.request.prompt_ids[begin:end]
+        ids[: len(found)] = found
+        return ids, self.media.rows(places, [(sequence, begin, begin + len(found))])
+
+    @contextmanager
+    def _teacher_forced(self, token_ids: SequenceOf[int], media: tuple[MediaItem, ...]) -> Iterator[Sequence]:
+        """A sequence with a slot, whose prompt the caller reads by itself."""
         self._check_open()
         check_ids(token_ids, self.vocab)
         self.media.check(media)
@@ -165,16 +207,15 @@ class Engine:
                 )
             # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
             sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
-            length = min(self.options.chunk, SCORE_CHUNK)
-            for begin in range(0, sequence.prompt_length, length):
-                end = min(sequence.prompt_length, begin + length)
-                chunk, context = self._chunk([(sequence, begin, end)])
-                (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
-                count = end - begin
-                # cut on the host: on the device each count would be a program of its own
-                yield np.asarray(logits)[:count], {name: np.asarray(value)[:count] for name, value in tape.items()}
+            yield sequence
         finally:
             self._retire(sequence)
+
+    def _pieces(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
+        """Where the chunks of a prompt that is read for its logits begin and end."""
+        length = min(self.options.chunk, SCORE_CHUNK)
+        for begin in range(0, sequence.prompt_length, length):
+            yield begin, min(sequence.prompt_length, begin + length)
 
     def _check_open(self) -> None:
         if self.closed:

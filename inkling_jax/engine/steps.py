@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from inkling_jax.cache.paged import Cache
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.engine.sampler import Mode, SampleResult, advance, sample
 from inkling_jax.engine.state import EngineState, PageUpdates
@@ -87,6 +88,7 @@ class Programs:
         self.prefill = self._compile(self._prefill, ("context", "sampling"))
         self.decode = self._compile(self._decode, ("context", "sampling", "steps"))
         self.score = self._compile(self._score, ("context", "trace"))
+        self.hidden = self._compile(self._hidden, ("context",))
 
     def _compile(self, step: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
         """jit of shard_map of `step(leaves, state, inputs, **static)`; the state is donated."""
@@ -101,18 +103,19 @@ class Programs:
                 out_specs=(PartitionSpec(), specs),
                 check_vma=False,  # kernels inside cannot state how they vary over the mesh
             )
-            with self._precision():
+            with self.precision():
                 return body(leaves, state, inputs)
 
         return program
 
     @contextmanager
-    def _precision(self) -> Iterator[None]:
+    def precision(self) -> Iterator[None]:
         """float32 means float32: on the GPU a product would otherwise round its inputs to TF32."""
         with jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else "default"):
             yield
 
-    def _model(self, leaves: list[Array]) -> Inkling:
+    def model(self, leaves: list[Array]) -> Inkling:
+        """The model of these leaves, inside a program."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
     def _prefill(
@@ -122,7 +125,7 @@ class Programs:
 
         `sampling` None: no prompt ends here, and the head, a large read, is left out.
         """
-        model, ragged = self._model(leaves), chunk.ragged()
+        model, ragged = self.model(leaves), chunk.ragged()
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
         state = dataclasses.replace(state, cache=cache)
         if sampling is None:
@@ -142,7 +145,7 @@ class Programs:
         steps: int,
     ) -> tuple[Sampled, EngineState]:
         """`steps` tokens for each row's slot, [steps, B]; a row that ends on the way idles through the rest."""
-        model, (slots, updates) = self._model(leaves), inputs
+        model, (slots, updates) = self.model(leaves), inputs
         state = dataclasses.replace(state, cache=updates.apply(state.cache))
 
         def step(state: EngineState, _: None) -> tuple[EngineState, Sampled]:
@@ -162,21 +165,35 @@ class Programs:
         self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, trace: bool
     ) -> tuple[tuple[Float[Array, "T usable"], dict[str, Array]], EngineState]:
         """Append a chunk; logits after each of its tokens and, with `trace`, hidden states and routing."""
-        model, tape = self._model(leaves), {}
+        model, tape = self.model(leaves), {}
         taped, appended = tape if trace else None, chunk.updates.apply(state.cache)
         z, cache = model(chunk.token_ids, appended, chunk.ragged(), context, taped, chunk.media)
         return (model.logits(z), tape), dataclasses.replace(state, cache=cache)
 
+    def _hidden(
+        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int
+    ) -> tuple[Float[Array, "T D"], EngineState]:
+        """Append a chunk; the states after the final norm at each of its tokens, from which a draft head goes on."""
+        model, appended = self.model(leaves), chunk.updates.apply(state.cache)
+        z, cache = model(chunk.token_ids, appended, chunk.ragged(), context, media=chunk.media)
+        return z, dataclasses.replace(state, cache=cache)
+
 
 def state_specs(state: EngineState) -> EngineState:
-    """PartitionSpecs of a state: key heads over the model axes, the rest on every rank."""
-    by_heads = {"k_pages": 1, "v_pages": 1, "k_conv": 2, "v_conv": 2}
+    """PartitionSpecs of a state: those of its cache, the rest on every rank."""
     rest = jax.tree.map(lambda _: PartitionSpec(), state)
+    return dataclasses.replace(rest, cache=cache_specs(state.cache))
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """PartitionSpecs of a cache: key heads over the model axes, the rest on every rank."""
+    by_heads = {"k_pages": 1, "v_pages": 1, "k_conv": 2, "v_conv": 2}
+    rest = jax.tree.map(lambda _: PartitionSpec(), cache)
     layers = tuple(
         dataclasses.replace(layer, **{name: partition_spec((None,) * axis + ("kv_heads",)) for name, axis in by_heads.items()})
-        for layer in rest.cache.layers
+        for layer in rest.layers
     )
-    return dataclasses.replace(rest, cache=dataclasses.replace(rest.cache, layers=layers))
+    return dataclasses.replace(rest, layers=layers)
 
 
 def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:

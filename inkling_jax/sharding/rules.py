@@ -11,6 +11,7 @@ from inkling_jax.errors import ConfigError
 # What is not routed is split over tensor and expert together; routed experts lie whole on `expert` and are sliced over `tensor`.
 RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "expert"),
+    "hidden": ("tensor", "expert"),
     "heads": ("tensor", "expert"),
     "kv_heads": ("tensor", "expert"),
     "ffn": ("tensor", "expert"),

@@ -1,0 +1,72 @@
+"""A model's draft head from its checkpoint onto the mesh: with the model, or when it is first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from inkling_jax.config import ModelConfig
+from inkling_jax.convert.converted import open_weights
+from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.progress import Progress
+from inkling_jax.engine.draft import DraftRunner
+from inkling_jax.engine.steps import Programs
+from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.layers.mtp import DraftHead
+from inkling_jax.memory import memory_of, usable
+from inkling_jax.model import flat_parameters
+from inkling_jax.random_weights import local_leaves, random_leaves
+from inkling_jax.sharding.rules import partition_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSource:
+    """Where a model's draft head comes from: the checkpoint in `directory`, or without one random numbers by `seed`."""
+
+    config: ModelConfig
+    directory: Path | None
+    dtype: jnp.dtype
+    seed: int
+    quiet: bool
+
+    def declare(self) -> DraftHead:
+        """The head without its weights. Raises InputError where the configuration has none."""
+        head = DraftHead.of(self.config, self.dtype)
+        if head is None:
+            raise InputError("this model has no draft head: its config.json has no mtp_config")
+        return head
+
+    def open(self, programs: Programs) -> DraftRunner:
+        """The head on the mesh of `programs`, those of its decoder.
+
+        Raises InputError where there is none, CapacityError where a device has no memory left for it.
+        """
+        head, mesh = self.declare(), programs.mesh
+        needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in local_leaves(head, mesh.shape).values())
+        total, taken = memory_of(mesh.devices.flat[0], mesh.size)
+        if needed > (free := usable(total) - taken):
+            raise CapacityError(
+                f"the draft head takes {needed} bytes a device, {max(0, free)} are left: load the model with draft=True, "
+                "which plans for it, or with less kv_memory"
+            )
+        assert self.config.draft_layers is not None
+        return DraftRunner(head, self._leaves(head, programs), self.config.draft_layers, programs)
+
+    def _leaves(self, head: DraftHead, programs: Programs) -> list[jax.Array]:
+        mesh = programs.mesh
+        if self.directory is None:
+            return random_leaves(head, mesh=mesh, seed=self.seed)
+        plan = open_weights(self.config, self.directory, draft=True)
+        if not plan.draft:
+            raise InputError(f"{self.directory}: holds no draft head, not one tensor of model.mtp.*")
+        declared = flat_parameters(head)
+        plan = dataclasses.replace(plan, parameters={path: plan.parameters[path] for path in declared})
+        shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in declared.items()}
+        with Progress(plan.total_bytes, label="loading the draft head", quiet=self.quiet) as progress:
+            arrays = load_parameters(plan, dtype=self.dtype, device=shardings, progress=progress)
+        return [jax.block_until_ready(arrays[path]) for path in declared]
