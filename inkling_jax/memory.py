@@ -21,7 +21,8 @@ from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
 from inkling_jax.config import TextConfig
 from inkling_jax.engine.engine import EngineOptions
-from inkling_jax.engine.pack import SCORE_CHUNK, SMALLEST_CHUNK, bucket
+from inkling_jax.engine.pack import SCORE_CHUNK
+from inkling_jax.engine.shapes import SMALLEST_CHUNK, bucket
 from inkling_jax.engine.state import create_state
 from inkling_jax.errors import CapacityError, ConfigError, InputError
 from inkling_jax.layers.mtp import DraftHead

@@ -99,10 +99,10 @@ def test_a_step_holds_no_second_pool_and_no_logits_of_a_prompt(name, tiny):
     state = jax.eval_shape(lambda: create_state(config, shape, jnp.float32, config.usable_vocab_size))
     sampling, no_pages = Sampling("greedy", None, ()), {"global": [], "local": []}
     if name == "prefill":
-        inputs = pack_chunk([(0, (0,) * 100, 0, True), (1, (0,) * 28, 0, True)], no_pages, shape)
+        inputs = pack_chunk([(0, (0,) * 100, 0, True), (1, (0,) * 28, 0, True)], no_pages, shape, 128)
         compiled = programs.prefill.lower(leaves, state, inputs, context=512, sampling=sampling).compile()
     else:
-        inputs = pack_slots([0, 1, 2, 3], shape), pack_updates(no_pages, 12)
+        inputs = pack_slots([0, 1, 2, 3], shape, 4), pack_updates(no_pages, 12)
         compiled = programs.decode.lower(leaves, state, inputs, context=512, sampling=sampling, steps=7).compile()
     pool = min(math.prod(layer.k_pages.shape) * 4 for layer in state.cache.layers)
     memory = compiled.memory_analysis()

@@ -17,7 +17,8 @@ from inkling_jax.benchmarks.shard import open_shard
 from inkling_jax.benchmarks.step import Case, _shape
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import TextConfig, preset
-from inkling_jax.engine.pack import bucket, pack_updates
+from inkling_jax.engine.pack import pack_updates
+from inkling_jax.engine.shapes import bucket
 from inkling_jax.engine.state import create_state
 from inkling_jax.engine.steps import Chunk, Programs, Sampling, state_specs
 from inkling_jax.model import Inkling, flat_parameters

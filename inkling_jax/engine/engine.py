@@ -20,17 +20,16 @@ from inkling_jax.engine import sampler
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
-from inkling_jax.engine.pack import SCORE_CHUNK, Entries, context_bucket, pack_chunk, pack_slots, pack_updates
+from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_slots, pack_updates
 from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
+from inkling_jax.engine.shapes import SAMPLINGS, Shapes, smallest
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
 from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.media import MediaItem
 from inkling_jax.model import MediaRows
 from inkling_jax.towers import Towers
-
-LOGPROB_BUCKETS = (0, 5, 20)  # numbers of alternatives that steps are compiled for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +65,14 @@ class Engine:
         default_stop_ids: tuple[int, ...] = (),
         options: EngineOptions = EngineOptions(),
         media: MediaRunner | None = None,
+        shapes: Shapes | None = None,
     ):
+        """`shapes`: those that steps are compiled for, by default Shapes.of the cache."""
         window = config.local_attention.window or shape.max_context
         self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
         self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
+        self.shapes = shapes or Shapes.of(shape, options.chunk)
+        self.samplings = [Sampling(mode, top and min(config.usable_vocab_size, top), banned) for mode, top in SAMPLINGS]
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.drafts: DraftRunner | None = None  # once something asks for it
@@ -247,7 +250,7 @@ class Engine:
 
     def _dispatch_decode(self, sequences: list[Sequence]) -> None:
         steps = self.options.tokens_per_call
-        slots = pack_slots([s.slot for s in sequences], self.shape)
+        slots = pack_slots([s.slot for s in sequences], self.shape, smallest(self.shapes.rows, len(sequences)))
         entries: Entries = {"global": [], "local": []}
         longest = 0
         for sequence in sequences:
@@ -256,7 +259,7 @@ class Engine:
             sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
             longest = max(longest, end)
         inputs = (slots, pack_updates(entries, len(slots) * (steps // self.shape.page_size + 2)))
-        context = context_bucket(longest, self.shape)
+        context = smallest(self.shapes.contexts, longest)
         sampling = self._sampling(sequences)
         sampled, self.state = self.programs.decode(
             self.leaves, self.state, inputs, context=context, sampling=sampling, steps=steps
@@ -290,11 +293,11 @@ class Engine:
         for sequence, begin, end in parts:
             self._grow(sequence, begin, end, entries)
         packed = [(s.slot, s.request.prompt_ids[begin:end], begin, end == s.prompt_length) for s, begin, end in parts]
-        chunk = pack_chunk(packed, entries, self.shape)
+        chunk = pack_chunk(packed, entries, self.shape, smallest(self.shapes.chunks, sum(end - begin for _, begin, end in parts)))
         for sequence, _, _ in parts:
             self.media.admit(sequence, sequence.request.media)
         chunk = dataclasses.replace(chunk, media=self.media.rows(len(chunk.token_ids), parts))
-        return chunk, context_bucket(max(end for _, _, end in parts), self.shape)
+        return chunk, smallest(self.shapes.contexts, max(end for _, _, end in parts))
 
     def _grow(self, sequence: Sequence, begin: int, end: int, entries: Entries) -> None:
         for name, new in self.scheduler.grow(sequence, begin, end).items():
@@ -302,6 +305,5 @@ class Engine:
 
     def _sampling(self, sequences: list[Sequence]) -> Sampling:
         params = [s.request.params for s in sequences]
-        wanted = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-        alternatives = None if wanted is None else min(self.vocab, next(n for n in LOGPROB_BUCKETS if n >= wanted))
-        return Sampling(sampler.mode_for(params), alternatives, self.banned)
+        everything = sampler.mode_for(params) == "full" or any(p.logprobs is not None for p in params)
+        return self.samplings[everything]

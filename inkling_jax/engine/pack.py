@@ -1,4 +1,4 @@
-"""What the host knows, as the fixed-shape numpy inputs of a step. Shapes come in buckets, so that few programs exist."""
+"""What the host knows, as the fixed-shape numpy inputs of a step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from typing import Any
 import numpy as np
 
 from inkling_jax.cache.paged import CacheShape
+from inkling_jax.engine.shapes import SMALLEST_CONTEXT, bucket
 from inkling_jax.engine.state import PageUpdates
 from inkling_jax.engine.steps import Chunk
 
-SMALLEST_CHUNK = 16  # tokens of the smallest prefill bucket
 SCORE_CHUNK = 512  # most tokens of a step that returns logits of them all: a float32 row of the vocabulary each
-SMALLEST_CONTEXT = 1024  # positions of the smallest context bucket; they grow fourfold
 DROPPED = np.iinfo(np.int32).max  # a slot out of range: the device drops what is written there
 
 Entries = dict[str, list[tuple[int, int, int]]]  # by pool: (slot, column, page) to set in the page tables
-
-
-def bucket(size: int) -> int:
-    """The power of two that holds `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def context_bucket(length: int, shape: CacheShape) -> int:
@@ -31,9 +25,9 @@ def context_bucket(length: int, shape: CacheShape) -> int:
     return min(bound, -(-shape.max_context // shape.page_size) * shape.page_size)
 
 
-def pack_slots(slots: list[int], shape: CacheShape) -> np.ndarray:
-    """Slots of a decode step's rows, padded to a bucket with the reserved slot."""
-    packed = np.full(bucket(len(slots)), shape.slots, np.int32)
+def pack_slots(slots: list[int], shape: CacheShape, rows: int) -> np.ndarray:
+    """Slots of a decode step's sequences, padded to so many rows with the reserved slot."""
+    packed = np.full(rows, shape.slots, np.int32)
     packed[: len(slots)] = slots
     return packed
 
@@ -49,10 +43,9 @@ def pack_updates(entries: Entries, capacity: int) -> PageUpdates:
     return PageUpdates(table(entries["global"]), table(entries["local"]))
 
 
-def pack_chunk(parts: list[tuple[int, tuple[int, ...], int, bool]], entries: Entries, shape: CacheShape) -> Chunk:
-    """Prompt parts (slot, token ids, position of the first, whether the prompt ends here) laid end to end, padded to buckets."""
-    places = max(bucket(sum(len(ids) for _, ids, _, _ in parts)), SMALLEST_CHUNK)
-    rows = 1 if len(parts) == 1 else bucket(shape.slots)
+def pack_chunk(parts: list[tuple[int, tuple[int, ...], int, bool]], entries: Entries, shape: CacheShape, places: int) -> Chunk:
+    """Prompt parts (slot, token ids, position of the first, whether the prompt ends here) laid end to end in so many places."""
+    rows = bucket(shape.slots)
     token_ids: Any = np.zeros(places, np.int32)
     slot: Any = np.full(rows, shape.slots, np.int32)
     count: Any = np.zeros(rows, np.int32)
