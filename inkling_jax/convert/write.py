@@ -1,11 +1,14 @@
-"""Write a checkpoint of random weights in the published layout, a block at a time: for demonstrations, tests and comparisons."""
+"""Write a checkpoint in the published layout: of random weights, a block at a time, or of tensors that are there."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 from inkling_jax.config import ModelConfig
 from inkling_jax.config_quant import NVFP4_BLOCK, QUANT_FILE
@@ -31,27 +34,53 @@ def write_checkpoint(
     A tensor depends on `seed`, its name, dtype and shape alone. Memory stays bounded, whatever the model. Progress is reported
     unless `quiet`. No tokenizer is written. Raises InputError for a directory that already holds weights, or no shards.
     """
-    directory = Path(directory)
+    layout = published_tensors(config, nvfp4)
+    total = sum(_nbytes(*entry) for entry in layout.values())
+    with Progress(total, label=f"writing {directory}", quiet=quiet) as progress:
+
+        def write(stream: BinaryIO, name: str) -> None:
+            _write_tensor(stream, config, layout, seed, name, progress)
+
+        _write_files(Path(directory), config, layout, shards, write)
+    if nvfp4:
+        _write_json(Path(directory) / QUANT_FILE, _quant_config(config))
+    return total
+
+
+def write_tensors(directory: str | Path, config: ModelConfig, tensors: Mapping[str, np.ndarray], *, shards: int = 1) -> int:
+    """Write config.json, index, `shards` shards and mtp.safetensors with these tensors, by name; returns data bytes.
+
+    Raises InputError for a directory that already holds weights, or no shards.
+    """
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    layout = {name: (spelled[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
+
+    def write(stream: BinaryIO, name: str) -> None:
+        stream.write(np.ascontiguousarray(tensors[name]).reshape(-1).view("u1").data)
+
+    _write_files(Path(directory), config, layout, shards, write)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write_files(
+    directory: Path, config: ModelConfig, layout: Layout, shards: int, write: Callable[[BinaryIO, str], None]
+) -> None:
+    """Shards, index and config.json; `write` writes a tensor's data."""
     if shards < 1:
         raise InputError(f"shards {shards}: at least one is needed")
     if directory.is_dir() and any(directory.glob("*.safetensors")):
         raise InputError(f"{directory}: already holds .safetensors files; give an empty directory")
     directory.mkdir(parents=True, exist_ok=True)
-    layout = published_tensors(config, nvfp4)
     files = _distribute(layout, shards)
-    total = sum(_nbytes(*entry) for entry in layout.values())
-    with Progress(total, label=f"writing {directory}", quiet=quiet) as progress:
-        for file, names in files.items():
-            with open(directory / file, "wb") as stream:
-                stream.write(_header({name: layout[name] for name in names}))
-                for name in names:
-                    _write_tensor(stream, config, layout, seed, name, progress)
+    for file, names in files.items():
+        with open(directory / file, "wb") as stream:
+            stream.write(_header({name: layout[name] for name in names}))
+            for name in names:
+                write(stream, name)
     weight_map = {name: file for file, names in files.items() for name in names}
+    total = sum(_nbytes(*entry) for entry in layout.values())
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(directory / "config.json", config.to_dict())
-    if nvfp4:
-        _write_json(directory / QUANT_FILE, _quant_config(config))
-    return total
 
 
 def _distribute(layout: Layout, shards: int) -> dict[str, list[str]]:
