@@ -8,12 +8,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from inkling_jax.config import ModelConfig
+from inkling_jax.config_ranks import spread
 from inkling_jax.convert.converted import open_weights
 from inkling_jax.convert.load import load_parameters
 from inkling_jax.convert.progress import Progress
+from inkling_jax.convert.spread import spread_plan
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.steps import Programs
 from inkling_jax.errors import CapacityError, InputError
@@ -21,6 +23,7 @@ from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.memory import memory_of, usable
 from inkling_jax.model import flat_parameters
 from inkling_jax.random_weights import local_leaves, random_leaves
+from inkling_jax.sharding.collectives import MODEL_AXES
 from inkling_jax.sharding.rules import partition_spec
 
 
@@ -34,9 +37,9 @@ class DraftSource:
     seed: int
     quiet: bool
 
-    def declare(self) -> DraftHead:
-        """The head without its weights. Raises InputError where the configuration has none."""
-        head = DraftHead.of(self.config, self.dtype)
+    def declare(self, config: ModelConfig | None = None) -> DraftHead:
+        """The head without its weights, or that of `config` instead. Raises InputError where the configuration has none."""
+        head = DraftHead.of(config or self.config, self.dtype)
         if head is None:
             raise InputError("this model has no draft head: its config.json has no mtp_config")
         return head
@@ -46,7 +49,10 @@ class DraftSource:
 
         Raises InputError where there is none, CapacityError where a device has no memory left for it.
         """
-        head, mesh = self.declare(), programs.mesh
+        mesh = programs.mesh
+        config = spread(self.config, math.prod(mesh.shape[axis] for axis in MODEL_AXES))
+        head, layers = self.declare(config), config.draft_layers
+        assert layers is not None
         needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in local_leaves(head, mesh.shape).values())
         total, taken = memory_of(mesh.devices.flat[0], mesh.size)
         if needed > (free := usable(total) - taken):
@@ -54,11 +60,9 @@ class DraftSource:
                 f"the draft head takes {needed} bytes a device, {max(0, free)} are left: load the model with draft=True, "
                 "which plans for it, or with less kv_memory"
             )
-        assert self.config.draft_layers is not None
-        return DraftRunner(head, self._leaves(head, programs), self.config.draft_layers, programs)
+        return DraftRunner(head, self._leaves(head, mesh), layers, programs)
 
-    def _leaves(self, head: DraftHead, programs: Programs) -> list[jax.Array]:
-        mesh = programs.mesh
+    def _leaves(self, head: DraftHead, mesh: Mesh) -> list[jax.Array]:
         if self.directory is None:
             return random_leaves(head, mesh=mesh, seed=self.seed)
         plan = open_weights(self.config, self.directory, draft=True)
@@ -66,6 +70,7 @@ class DraftSource:
             raise InputError(f"{self.directory}: holds no draft head, not one tensor of model.mtp.*")
         declared = flat_parameters(head)
         plan = dataclasses.replace(plan, parameters={path: plan.parameters[path] for path in declared})
+        plan = spread_plan(plan, {path: leaf.get_value().shape for path, leaf in declared.items()})
         shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in declared.items()}
         with Progress(plan.total_bytes, label="loading the draft head", quiet=self.quiet) as progress:
             arrays = load_parameters(plan, dtype=self.dtype, device=shardings, progress=progress)

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest
-from inkling_jax.config import ModelConfig, preset
+from inkling_jax.config import ModelConfig, TextConfig, preset
 from inkling_jax.convert.converted import open_weights
 from inkling_jax.convert.load import stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
+from inkling_jax.convert.spread import spread_plan
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.draft_loading import DraftSource
 from inkling_jax.engine.draft import DraftRunner
@@ -106,26 +107,27 @@ def load_model(
     plan = open_weights(config, directory, input_scales=bool(activations)) if directory and weights == "checkpoint" else None
     heads = DraftSource(config, directory if weights == "checkpoint" else None, model_dtype, seed, quiet)
     layout = dataclasses.replace(layout_of(config, plan, model_dtype, options), draft=heads.declare() if draft else None)
+    placed = layout.over(sizes)  # with each rank's own key heads
     if activations:
         if plan is None or not plan.packed:
             raise InputError(f"activations={activations!r}: {source} has no experts in NVFP4 with a calibration of their inputs")
-        quantize_inputs(layout.model)
+        quantize_inputs(placed.model)
         kernels = "reference" if kernels == "auto" else kernels
-    model, towers = layout.model, layout.towers
+    model, towers, text = placed.model, placed.towers, placed.text
     processor = Processor(config, tokenizer, towers.names, images)
     request = CacheRequest(slots, page_size, most_positions(options), max_context)
     shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
-    if choose_kernels(kernels, config.text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
-        model = use_kernels(layout_of(config, plan, model_dtype, options).model)
+    if choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
+        model = use_kernels(layout_of(placed.config, plan, model_dtype, options).model)
         parameters = repack(parameters, device_mesh)
     arrays = dict(parameters)
     leaves, tower_leaves = _in_order(model, arrays), _in_order(towers, arrays)
     engine = Engine(
         Programs(model, device_mesh, model_dtype),
         leaves,
-        _create_state(config, shape, model_dtype, device_mesh),
-        config.text,
+        _create_state(text, shape, model_dtype, device_mesh),
+        text,
         shape,
         banned=tuple(sorted(processor.slots.values())),
         default_stop_ids=stop_ids,
@@ -156,7 +158,7 @@ def layout_of(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, op
     packed = plan.packed if plan else packed_experts(config.text)
     towers = Towers.of(config, plan.towers if plan else ("vision", "audio"), dtype)
     media = KEEP_BYTES if flat_parameters(towers) else 0
-    return Layout(config.text, Inkling(config.text, packed, dtype), towers, dtype, bool(packed), options.chunk, media)
+    return Layout(config, Inkling(config.text, packed, dtype), towers, dtype, packed, options.chunk, media)
 
 
 def _parameters(
@@ -169,13 +171,14 @@ def _parameters(
         return
     declared = flat_parameters(model) | flat_parameters(towers)
     shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in declared.items()}
+    plan = spread_plan(plan, {path: leaf.get_value().shape for path, leaf in declared.items()})
     with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
         yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
 
 
-def _create_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> EngineState:
+def _create_state(text: TextConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> EngineState:
     """An empty state, made where it belongs."""
-    create = functools.partial(create_state, config.text, shape, dtype, config.text.usable_vocab_size)
+    create = functools.partial(create_state, text, shape, dtype, text.usable_vocab_size)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(jax.eval_shape(create)))
     return jax.jit(create, out_shardings=shardings)()
 

@@ -19,14 +19,16 @@ from jax.sharding import Mesh
 
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest, cache_bytes, fit_cache
-from inkling_jax.config import TextConfig
+from inkling_jax.config import ModelConfig, TextConfig
+from inkling_jax.config_ranks import spread
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.engine.pack import SCORE_CHUNK
 from inkling_jax.engine.shapes import SMALLEST_CHUNK, bucket
 from inkling_jax.engine.state import create_state
 from inkling_jax.errors import CapacityError, ConfigError, InputError
 from inkling_jax.layers.mtp import DraftHead
-from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.model import Inkling, Packed, flat_parameters
+from inkling_jax.sharding.collectives import MODEL_AXES
 from inkling_jax.sharding.mesh import AXES
 from inkling_jax.sharding.rules import local_shape
 from inkling_jax.towers import Towers
@@ -86,14 +88,34 @@ class Memory:
 class Layout:
     """A model as it is declared, and how it is to run."""
 
-    text: TextConfig
+    config: ModelConfig
     model: Inkling
     towers: Towers
     dtype: jnp.dtype  # of activations and cache
-    packed: bool  # some experts are NVFP4
+    packed: Packed  # the expert weights that are NVFP4
     chunk: int  # prompt tokens a step
     media: int = 0  # bytes for rows of media
     draft: DraftHead | None = None
+    _spread: dict[ModelConfig, Layout] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text(self) -> TextConfig:
+        """The decoder's part of the configuration."""
+        return self.config.text
+
+    def over(self, sizes: Mapping[str, int]) -> Layout:
+        """The model as the ranks of a mesh with these axis sizes hold it, the same each time that it is asked.
+
+        Raises ConfigError where key heads do not divide.
+        """
+        config = spread(self.config, math.prod(sizes.get(axis, 1) for axis in MODEL_AXES))
+        if config == self.config:
+            return self
+        if config not in self._spread:
+            model = Inkling(config.text, self.packed, self.dtype)
+            draft = DraftHead.of(config, self.dtype) if self.draft is not None else None
+            self._spread[config] = dataclasses.replace(self, config=config, model=model, draft=draft, _spread={})
+        return self._spread[config]
 
     @functools.cached_property
     def _declared(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], int]]:
@@ -104,7 +126,7 @@ class Layout:
     def weights(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes of one rank's parameters by kind. Raises ConfigError naming the one that does not divide over the mesh."""
         found = dict.fromkeys(KINDS, 0)
-        for path, (shape, axes, itemsize) in self._declared.items():
+        for path, (shape, axes, itemsize) in self.over(sizes)._declared.items():
             found[kind_of(path)] += math.prod(local_shape(path, shape, axes, sizes)) * itemsize
         return {kind: size for kind, size in found.items() if size}
 
@@ -112,7 +134,7 @@ class Layout:
         """Bytes on one rank with a cache of this shape. Raises ConfigError where something does not divide over the mesh."""
         return Memory(
             weights=self.weights(sizes),
-            cache=cache_bytes(self.text, shape, self.dtype.itemsize, sizes),
+            cache=cache_bytes(self.over(sizes).text, shape, self.dtype.itemsize, sizes),
             slots=self._slot_bytes(shape),
             media=self.media,
             workspace=self._workspace(shape, sizes),
@@ -120,7 +142,7 @@ class Layout:
 
     def full(self, request: CacheRequest, sizes: Mapping[str, int]) -> Memory:
         """The same where every sequence may reach the request's context."""
-        return self.memory(fit_cache(self.text, request, UNLIMITED, self.dtype.itemsize, sizes), sizes)
+        return self.memory(fit_cache(self.over(sizes).text, request, UNLIMITED, self.dtype.itemsize, sizes), sizes)
 
     def _slot_bytes(self, shape: CacheShape) -> int:
         none = dataclasses.replace(self.text, num_layers=0, local_layers=(), dense_layers=())
@@ -134,7 +156,7 @@ class Layout:
         programs = {"prefill": (tokens, rows, rows), "decode": (rows, rows, rows), "score": (scored, 1, scored)}
         return {
             name: step_workspace(
-                self.text,
+                self.over(sizes).text,
                 sizes,
                 self.dtype.itemsize,
                 tokens=tokens,
@@ -142,7 +164,7 @@ class Layout:
                 context=context,
                 page_size=shape.page_size,
                 logits=logits,
-                packed=self.packed,
+                packed=bool(self.packed),
             )
             for name, (tokens, rows, logits) in programs.items()
         }
@@ -218,7 +240,7 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
     sizes, device = dict(mesh.shape), mesh.devices.flat[0]
     total, taken = memory_of(device, mesh.size)
     free = usable(total) - taken
-    known = layout.full(request, sizes)
+    known, text = layout.full(request, sizes), layout.over(sizes).text
     weights = sum(known.weights.values())
     there = f"of {total} there {max(0, free)} can be used"
     if weights > free:
@@ -231,8 +253,8 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
         if room <= 0:
             raise CapacityError(f"weights and a step take {known.without_cache} bytes a device, {there}: no room for a cache")
         memory = min(room, total // 4) if device.platform == "cpu" else room
-        return fit_cache(layout.text, request, memory, layout.dtype.itemsize, sizes)
-    shape = fit_cache(layout.text, request, _bytes(kv_memory), layout.dtype.itemsize, sizes)
+        return fit_cache(text, request, memory, layout.dtype.itemsize, sizes)
+    shape = fit_cache(text, request, _bytes(kv_memory), layout.dtype.itemsize, sizes)
     needed = layout.memory(shape, sizes).total
     if needed > free:
         raise CapacityError(f"weights, cache and a step take {needed} bytes a device, {there}: lower kv_memory or max_context")

@@ -79,8 +79,8 @@ def test_it_loads_like_any_checkpoint(source: Path, converted: Path) -> None:
         llm = inkling_jax.load(directory, mesh="expert=1", max_context=16, page_size=16, quiet=True)
         assert llm.config == ModelConfig.from_directory(source)
         llm.close()
-    with pytest.raises(ConfigError, match="'kv_heads' of size 1 does not divide over 2 devices"):
-        inkling_jax.load(converted, mesh="tensor=2", quiet=True)
+    with pytest.raises(ConfigError, match="4 query heads on 1 key heads do not divide over 3 devices"):
+        inkling_jax.load(converted, mesh="tensor=3", quiet=True)
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_a_mesh_cuts_the_files_for_its_devices(source: Path, tmp_path: Path) -> 
     grids = Conversion.of(tmp_path, tmp_path / "x", mesh_sizes("tensor=2")).grids
     assert grids["layers.3.mlp.experts.w2.values"].chunk == (4, 48, 8)
     assert grids["layers.3.attn.o_proj"].chunk == (48, 16)
-    with pytest.raises(ConfigError, match="layers.1.attn.qkvr_proj: dimension 'kv_heads' of size 1"):
-        Conversion.of(source, tmp_path / "x", mesh_sizes("tensor=2"))
+    with pytest.raises(ConfigError, match="layers.1.attn.qkvr_proj: 'kv_heads', 4 query heads on 1 key heads"):
+        Conversion.of(source, tmp_path / "x", mesh_sizes("tensor=3"))
 
 
 def test_a_truncated_file_is_named(copy: Path) -> None:

@@ -70,9 +70,9 @@ def test_it_is_tried_done_and_compared(source: Path, tmp_path: Path, capsys: pyt
         (["{source}/none", "{tmp}/x"], "none: no such directory"),
         (["inkling", "{tmp}/x"], "'inkling' is a preset, which is a shape without weights"),
         (["{source}", "{tmp}/x", "--mesh", "tensor"], "mesh 'tensor': 'tensor' is not AXIS=SIZE"),
-        (["{source}", "{tmp}/x", "--mesh", "tensor=2"], "'kv_heads' of size 1 does not divide over 2 devices"),
+        (["{source}", "{tmp}/x", "--mesh", "tensor=3"], "4 query heads on 1 key heads do not divide over 3 devices"),
         (["~nobody here/model", "{tmp}/x"], "~nobody here/model: no such directory"),
-        (["{source}", "~nobody here/x", "--mesh", "tensor=2"], "'kv_heads' of size 1 does not divide over 2 devices"),
+        (["{source}", "~nobody here/x", "--mesh", "tensor=3"], "4 query heads on 1 key heads do not divide over 3 devices"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from inkling_jax.config import ModelConfig
+from inkling_jax.config_ranks import spread
 from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION, declared_parameters
 from inkling_jax.convert.orbax_store import Grid
 from inkling_jax.convert.progress import size_text
@@ -20,7 +22,8 @@ from inkling_jax.convert.provenance import copied_files, state_of, weight_files
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.errors import CapacityError, CheckpointError
-from inkling_jax.sharding.rules import RULES, Axes, local_shape
+from inkling_jax.sharding.collectives import MODEL_AXES
+from inkling_jax.sharding.rules import RULES, Axes, local_shape, ways
 
 WAYS = 16  # devices that an axis may be split over without a chunk that two of them read, if no mesh is named
 _SLACK = 1.01  # checksums, and the last block of every file
@@ -47,10 +50,12 @@ class Conversion:
             raise CheckpointError(f"{source}: is converted already")
         config = ModelConfig.from_directory(source)
         plan = WeightPlan.build(config, Checkpoint.open(source), draft=True)
+        if mesh is not None:
+            _check_mesh(config, plan, mesh)
         axes = {path: leaf.axes for path, leaf in declared_parameters(config, plan.packed, plan.towers, plan.draft).items()}
         dtypes = {path: made.dtype or made.content.stored for path, made in plan.parameters.items()}
         grids = {
-            path: Grid.of(made.shape, dtypes[path].itemsize, _ways(path, made.shape, axes[path], mesh))
+            path: Grid.of(made.shape, dtypes[path].itemsize, _ways(made.shape, axes[path], mesh))
             for path, made in plan.parameters.items()
         }
         place = Path(os.path.abspath(destination))  # "." has no name to put ".partial" after
@@ -114,8 +119,15 @@ class Conversion:
             yield f"left out: {left_out} tensors that the model does not use"
 
 
-def _ways(path: str, shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
-    """Over how many devices each axis of a parameter may be split."""
+def _ways(shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
+    """Over how many devices each axis of a parameter may be split, where those that share a head read the same."""
     if mesh is None:
         return tuple(WAYS if axis and RULES[axis] else 1 for axis in axes)
-    return tuple(size // part for size, part in zip(shape, local_shape(path, shape, axes, mesh), strict=True))
+    return tuple(math.gcd(size, ways(axis, mesh)) for size, axis in zip(shape, axes, strict=True))
+
+
+def _check_mesh(config: ModelConfig, plan: WeightPlan, mesh: Mapping[str, int]) -> None:
+    """Raise ConfigError for a mesh over which a parameter does not divide."""
+    over = spread(config, math.prod(mesh.get(axis, 1) for axis in MODEL_AXES))
+    for path, leaf in declared_parameters(over, plan.packed, plan.towers, plan.draft).items():
+        local_shape(path, leaf.get_value().shape, leaf.axes, mesh)
