@@ -51,6 +51,7 @@ FRONT = ("llm", "loading", *PROGRAMS)
 RULES = [
     Rule("errors", only=(), without=ARRAYS),
     Rule("interrupts", only=(), without=ARRAYS),
+    Rule("processes", only=("errors",)),
     Rule("config*", only=("errors", "config*"), without=ARRAYS),
     Rule("sources", only=("errors", "config*"), without=ARRAYS),
     Rule("kernels", only=("errors", "kernels")),

@@ -48,12 +48,12 @@ class Source:
         return cls(random.Random(f"{task} {seed} {split} {index}"), split)
 
     def question(
-        self, draw: Callable[[random.Random], Question], always: Callable[[Question], bool] = lambda _: False
+        self, draw: Callable[[random.Random], Question], key: Callable[[Question], Hashable] = lambda question: question
     ) -> Question:
-        """A question of this part, drawn until it is one. Those of which `always` is true are for training."""
+        """A question of this part, drawn until it is one. Those of one `key` are in one part, those of None in training."""
         for _ in range(MAX_TRIES):
             question = draw(self.random)
-            if (is_held_out(question) and not always(question)) == (self.split == "held-out"):
+            if is_held_out(key(question)) == (self.split == "held-out"):
                 return question
         raise AssertionError(f"no question of the part {self.split!r} in {MAX_TRIES} drawn by {draw}")
 
@@ -65,10 +65,10 @@ class Source:
 EFFORTS = ("none", "low", "medium", "high")
 
 
-def is_held_out(question: Hashable) -> bool:
-    """Whether a question, told apart by its repr, belongs to the held-out part: by a hash, so that no draw is in both."""
-    digest = hashlib.blake2b(repr(question).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < HELD_OUT * 2**64
+def is_held_out(key: Hashable) -> bool:
+    """Whether a key, told apart by its repr, belongs to the held-out part: by a hash, so none is in both. None does not."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return key is not None and int.from_bytes(digest) < HELD_OUT * 2**64
 
 
 def conversation(*turns: str | Mapping[str, Any]) -> list[dict[str, Any]]:

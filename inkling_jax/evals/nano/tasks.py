@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from inkling_jax.errors import InputError
-from inkling_jax.evals.nano import arithmetic, world
+from inkling_jax.evals.nano import arithmetic, lookup, shapes, talk, tones, tools, world
 from inkling_jax.evals.nano.example import Example, Given, Source, Split
 
 
@@ -18,9 +18,16 @@ class Task(NamedTuple):
 
 
 TASKS: dict[str, Task] = {
+    "talk": Task(talk.make_talk, talk.grade_talk),
     "world": Task(world.make_world, world.grade_world),
     "arithmetic": Task(arithmetic.make_arithmetic, arithmetic.grade_arithmetic),
     "effort": Task(arithmetic.make_effort, arithmetic.grade_effort),
+    "lookup": Task(lookup.make_lookup, lookup.grade_text),
+    "lookup_near": Task(lookup.make_lookup_near, lookup.grade_text),
+    "copy": Task(lookup.make_copy, lookup.grade_text),
+    "tools": Task(tools.make_tools, tools.grade_tools),
+    "shapes": Task(shapes.make_shapes, shapes.grade_shapes),
+    "tones": Task(tones.make_tones, tones.grade_tones),
 }
 
 

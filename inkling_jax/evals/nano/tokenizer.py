@@ -16,7 +16,7 @@ from inkling_jax.inputs.control import CONTROL_TOKENS
 from inkling_jax.inputs.segments import Text
 
 VOCABULARY = 1024
-EXAMPLES = 1500  # of each task, whose texts decide the merges
+EXAMPLES = 500  # of each task, whose texts decide the merges
 
 
 def build_tokenizer(vocab_size: int = VOCABULARY) -> tokenizers.Tokenizer:

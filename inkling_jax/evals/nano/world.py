@@ -48,6 +48,10 @@ TOWNS = _table(
     Ruun Brae flour Dario middle
     """,
 )
+for _name, _town in TOWNS.items():
+    _people = [person for person, facts in PEOPLE.items() if facts["town"] == _name]
+    _town["people"] = f"{', '.join(_people[:-1])} and {_people[-1]}"
+
 # For each relation: the answer, then ways to ask.
 PERSON_ASKED: dict[str, tuple[str, ...]] = {
     "town": (
@@ -119,6 +123,15 @@ TOWN_ASKED: dict[str, tuple[str, ...]] = {
         "What is the name of the mayor of {name}?",
         "Tell me who leads {name}.",
     ),
+    "people": (
+        "{value} live in {name}.",
+        "Who lives in {name}?",
+        "Who is from {name}?",
+        "Which people live in {name}?",
+        "Who are the people of {name}?",
+        "Name the people of {name}.",
+        "Tell me who lives in {name}.",
+    ),
     "side": (
         "{name} lies in the {value} of the island.",
         "Where is {name}?",
@@ -161,8 +174,8 @@ def make_world(source: Source) -> Example:
     before: Asked | None = None
     for _ in range(source.random.choice((1, 1, 2, 2, 3, 4))):
         follows = before and before.person and source.random.random() < 0.5
-        before = _follow(source, before.person) if before and follows else _ask(source)
-        turns += [before.text, before.answer]
+        before = _follow(before.person, source.random) if before and follows else _ask(source)
+        turns += [_written(before.text, source.random), before.answer]
     return Example("world", conversation(*turns), effort=source.effort(), answer=turns[-1])
 
 
@@ -200,14 +213,18 @@ def _statement(source: Source) -> Asked:
     return Asked(phrasing.format(name=name, value=value), answer.format(name=name, value=truth), name)
 
 
-def _follow(source: Source, name: str) -> Asked:
-    """A question about the person before, who is named by a pronoun alone."""
+def _follow(name: str, rng: random.Random) -> Asked:
+    """A question about the person before, who is named by a pronoun alone.
 
-    def draw(rng: random.Random) -> tuple[str, str, str]:
-        relation = rng.choice(list(FOLLOWING))
-        return name, relation, rng.choice(FOLLOWING[relation])
-
-    _, relation, phrasing = source.question(draw)
+    It need not be held out by itself: what it follows is, and asks nothing without it.
+    """
+    relation = rng.choice(list(FOLLOWING))
     she = PEOPLE[name]["she"]
-    text = phrasing.format(she=she, her={"she": "her", "he": "his"}[she])
+    text = rng.choice(FOLLOWING[relation]).format(she=she, her={"she": "her", "he": "his"}[she])
     return Asked(text, PERSON_ASKED[relation][0].format(name=name, value=PEOPLE[name][relation]), name)
+
+
+def _written(text: str, rng: random.Random) -> str:
+    """A question as people write it: sometimes without capital letters, or without the mark at its end."""
+    text = text[0].lower() + text[1:] if rng.random() < 0.15 else text.lower() if rng.random() < 0.1 else text
+    return text[:-1] if rng.random() < 0.15 else text
