@@ -54,7 +54,7 @@ class DraftSource:
         head, layers = self.declare(config), config.draft_layers
         assert layers is not None
         needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in local_leaves(head, mesh.shape).values())
-        total, taken = memory_of(mesh.devices.flat[0], mesh.size)
+        total, taken = memory_of(mesh.local_devices[0], mesh.size)
         if needed > (free := usable(total) - taken):
             raise CapacityError(
                 f"the draft head takes {needed} bytes a device, {max(0, free)} are left: load the model with draft=True, "

@@ -56,6 +56,7 @@ def _parser() -> Parser:
         "--format", choices=("nvfp4", "bf16"), help="of the release, where there are no files to tell (default nvfp4)"
     )
     model.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in (default: the checkpoint's)")
+    model.add_argument("--draft", action="store_true", help="with the draft head, as `load` takes it")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread over, such as tensor=8 (default: one device)")
     machine.add_argument(
@@ -89,6 +90,7 @@ def _plan(args: argparse.Namespace) -> int:
         batch=args.batch,
         chunk=args.chunk,
         page_size=args.page_size,
+        draft=args.draft,
     )
     if args.json:
         print(json.dumps(_record(found)))

@@ -20,6 +20,7 @@ from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.errors import CheckpointError, ConfigError, InputError
+from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.loading import check_mesh, check_options, choose_dtype, layout_of
 from inkling_jax.memory import (
     UNLIMITED,
@@ -138,17 +139,23 @@ def answer(
     batch: int = 8,
     chunk: int = 512,
     page_size: int = 64,
+    draft: bool = False,
 ) -> Answer:
     """Plan `model`: a preset (as released in `release_format`), a checkpoint directory, or a hub id whose config.json is here.
 
-    Raises ConfigError, naming a mesh that would do, for what does not divide, CheckpointError and InputError as `load` does.
+    `draft`: with the draft head. Raises ConfigError, naming a mesh that would do, for what does not divide, CheckpointError and
+    InputError as `load` does.
     """
     options = EngineOptions(chunk=chunk)
     check_options(options, slots=batch, page_size=page_size, max_context=context)
     sizes = mesh_sizes(mesh)
     check_mesh(sizes)
-    config, plan = _find(model, release_format)
+    config, plan = _find(model, release_format, draft)
     layout = layout_of(config, plan, choose_dtype(dtype, config), options)
+    if draft:
+        if not plan.draft:
+            raise InputError(f"{model} has no draft head")
+        layout = dataclasses.replace(layout, draft=DraftHead.of(config, layout.dtype))
     count = math.prod(sizes.values())
     memory = parse_bytes(device_memory) if device_memory is not None else memory_of(jax.devices()[0], count)[0]
     request = CacheRequest(batch, page_size, most_positions(options), context or config.text.max_context)
@@ -188,7 +195,7 @@ def _files(plan: WeightPlan) -> Files:
     return Files(len(tensors), plan.checkpoint.nbytes - draft - unused, draft, unused)
 
 
-def _find(model: str, release_format: str | None) -> tuple[ModelConfig, WeightPlan]:
+def _find(model: str, release_format: str | None, draft: bool) -> tuple[ModelConfig, WeightPlan]:
     """Configuration and tensors of a model, whose weights need not be here."""
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):  # False, not an exception, for a name that no file can have
@@ -205,9 +212,9 @@ def _find(model: str, release_format: str | None) -> tuple[ModelConfig, WeightPl
     if directory is not None and (any(directory.glob("*.safetensors")) or (directory / RECORD).exists()):
         if release_format is not None:
             raise InputError(f"--format {release_format}: {directory} has tensors, which tell their format themselves")
-        return config, open_weights(config, directory)
+        return config, open_weights(config, directory, draft=draft)
     stated = "bf16" if directory is not None and config.quant_algo is None else "nvfp4"
-    return config, published_plan(config, nvfp4=(release_format or stated) == "nvfp4")
+    return config, published_plan(config, (release_format or stated) == "nvfp4", draft)
 
 
 def _snapshot(repo_id: str) -> Path:
@@ -224,11 +231,11 @@ def _snapshot(repo_id: str) -> Path:
     return Path(found).parent
 
 
-def published_plan(config: ModelConfig, nvfp4: bool) -> WeightPlan:
+def published_plan(config: ModelConfig, nvfp4: bool, draft: bool = False) -> WeightPlan:
     """The plan of a checkpoint in the published layout that is not here (spec 7)."""
     nowhere = Path("the published layout")
     tensors = {
         name: TensorInfo(name, dtype, shape, nowhere, 0, math.prod(shape) * DTYPES[dtype].itemsize)
         for name, (dtype, shape) in published_tensors(config, nvfp4).items()
     }
-    return WeightPlan.build(config, Checkpoint(nowhere, tensors))
+    return WeightPlan.build(config, Checkpoint(nowhere, tensors), draft=draft)

@@ -171,6 +171,7 @@ class Engine:
 
         Depth k has them at every token but the last 1 + k of the prompt. Takes a slot, pages and a cache of its own for the time.
         """
+        self._check_open()
         drafts, length = self.drafts, len(token_ids)
         if drafts is None:
             raise InputError("the draft head of this model is not loaded")
