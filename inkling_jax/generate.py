@@ -18,6 +18,7 @@ from inkling_jax.command_line import is_terminal, print_error, run, set_up_messa
 from inkling_jax.config import PRESETS
 from inkling_jax.errors import InputError
 from inkling_jax.generate_options import SLOTS, make_parser
+from inkling_jax.processes import Place, find_place, join, leave, only_first_speaks
 from inkling_jax.sources import find_source
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     args = make_parser().parse_args(argv)
-    return run(lambda: _generate(args))
+    return leave(run(lambda: _generate(args)))
 
 
 def _generate(args: argparse.Namespace) -> int:
     set_up_messages(args.verbose, args.quiet)
+    place = find_place(args.coordinator, args.num_processes, args.process_id)
+    _check_alone(args, place)
     if args.input is not None or args.output is not None:
         return _run_batch(args)
     _check(args)
@@ -42,10 +45,12 @@ def _generate(args: argparse.Namespace) -> int:
     source = _read_source(args)
     model = _find_model(args)
     start = time.monotonic()
+    if place is not None:
+        join(place)
     platform = start_jax()
     attachments = _attachments(args.media, model)
     # one sequence runs at a time; where a token takes long, each is shown as it comes
-    with _load(args, model, slots=1, tokens_per_call=1 if platform == "cpu" else 8) as llm:
+    with _load(args, model, slots=1, tokens_per_call=1 if platform == "cpu" else 8) as llm, only_first_speaks(place):
         load_s = time.monotonic() - start
         if args.chat:
             return _converse(llm, args, params, attachments)
@@ -120,6 +125,18 @@ def _answer_once(llm: LLM, args: argparse.Namespace, params: SamplingParams, pro
 
 def _is_chat(args: argparse.Namespace) -> bool:
     return not args.raw and args.ids is None
+
+
+def _check_alone(args: argparse.Namespace, place: Place | None) -> None:
+    """Refuse what several processes could not do alike."""
+    if place is None:
+        return
+    if args.chat:
+        raise InputError("--chat is for one process: several have no standard input in common")
+    if args.input is not None:
+        raise InputError("--input is for one process: give each host a part of the file with --shard, and a mesh of its own")
+    if args.prompt is None and args.ids is None:
+        raise InputError("no prompt: several processes have no standard input in common, give --prompt TEXT")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -65,6 +65,7 @@ def make_parser() -> Parser:
     _add_batch_options(parser)
     _add_sampling_options(parser)
     _add_model_options(parser)
+    _add_process_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--show-thinking",
@@ -159,6 +160,16 @@ def _add_model_options(parser: Parser) -> None:
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
     )
     add_kernels_option(group)
+
+
+def _add_process_options(parser: Parser) -> None:
+    group = parser.add_argument_group(
+        "several processes",
+        "Each runs the same command, and the first prints. srun and mpirun (Open MPI) say which is which without options.",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first process waits for the others")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0 to N - 1")
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import logging
 import os
+import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from inkling_jax.cache.paged import CacheShape
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import ModelConfig, TextConfig, preset
 from inkling_jax.convert.converted import open_weights
-from inkling_jax.convert.load import stream_parameters
+from inkling_jax.convert.load import bytes_to_read, stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.spread import spread_plan
 from inkling_jax.convert.weight_map import WeightPlan
@@ -37,6 +39,7 @@ from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.memory import Layout, Memory, fit_model, most_positions
 from inkling_jax.model import Inkling, flat_parameters
+from inkling_jax.processes import check_processes, first_on_host, of_all_processes
 from inkling_jax.random_weights import packed_experts, random_parameters
 from inkling_jax.sharding.mesh import make_mesh, mesh_sizes
 from inkling_jax.sharding.rules import partition_spec
@@ -99,6 +102,7 @@ def load_model(
     model_dtype = choose_dtype(dtype, config)
     sizes = mesh_sizes(mesh)
     check_mesh(sizes)
+    check_processes(sizes)
     device_mesh = make_mesh(sizes)
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
@@ -133,6 +137,7 @@ def load_model(
         default_stop_ids=stop_ids,
         options=options,
         media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
+        entropy=of_all_processes([secrets.randbits(63)])[0][0],
     )
     open_drafts = functools.partial(heads.open, engine.programs)
     if draft:
@@ -172,7 +177,9 @@ def _parameters(
     declared = flat_parameters(model) | flat_parameters(towers)
     shardings = {path: NamedSharding(mesh, partition_spec(leaf.axes)) for path, leaf in declared.items()}
     plan = spread_plan(plan, {path: leaf.get_value().shape for path, leaf in declared.items()})
-    with Progress(plan.total_bytes, label="loading weights", quiet=quiet) as progress:
+    label = f"loading weights on {socket.gethostname()}" if jax.process_count() > 1 else "loading weights"
+    quiet = quiet or not first_on_host()
+    with Progress(bytes_to_read(plan, shardings), label=label, quiet=quiet) as progress:
         yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
 
 

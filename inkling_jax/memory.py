@@ -28,6 +28,7 @@ from inkling_jax.engine.state import create_state
 from inkling_jax.errors import CapacityError, ConfigError, InputError
 from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.model import Inkling, Packed, flat_parameters
+from inkling_jax.processes import of_all_processes
 from inkling_jax.sharding.collectives import MODEL_AXES
 from inkling_jax.sharding.mesh import AXES
 from inkling_jax.sharding.rules import local_shape
@@ -237,8 +238,9 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
     Raises CapacityError with the bytes needed and those there where weights, cache and a step do not fit together, ConfigError
     naming a parameter that does not divide over the mesh.
     """
-    sizes, device = dict(mesh.shape), mesh.devices.flat[0]
-    total, taken = memory_of(device, mesh.size)
+    sizes, device = dict(mesh.shape), mesh.local_devices[0]
+    # what is there differs from host to host, and all must come to the same cache
+    total, taken = min(of_all_processes(memory_of(device, mesh.size)), key=lambda found: usable(found[0]) - found[1])
     free = usable(total) - taken
     known, text = layout.full(request, sizes), layout.over(sizes).text
     weights = sum(known.weights.values())

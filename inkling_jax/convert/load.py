@@ -66,6 +66,16 @@ def stream_parameters(
             pool.shutdown(cancel_futures=True)
 
 
+def bytes_to_read(plan: WeightPlan, device: Any) -> int:
+    """What `progress` hears of in all: less than the whole where other processes hold a part."""
+    total = 0
+    for path, source in plan.parameters.items():
+        sharding = _sharding(device[path] if isinstance(device, Mapping) else device)
+        held = {box_of(index or (), source.shape) for index in sharding.addressable_devices_indices_map(source.shape).values()}
+        total += source.nbytes * len(held) * math.prod(sharding.shard_shape(source.shape)) // math.prod(source.shape)
+    return total
+
+
 def load_parameters(plan: WeightPlan, *, dtype: Any, device: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
     """All that `stream_parameters` yields."""
     return dict(stream_parameters(plan, dtype=dtype, device=device, progress=progress))
@@ -77,11 +87,15 @@ def _placement(source: Source, wanted: jax.ShapeDtypeStruct, device: Any) -> _Pl
     What is small is put together on the host, and so is what the CPU's devices take over as it is. The rest goes block by block:
     a transfer is staged through pinned host memory that is kept for the next, so a whole tensor would cost its size twice more.
     """
-    sharding = device if isinstance(device, Sharding) else SingleDeviceSharding(device)
+    sharding = _sharding(device)
     local = sharding.shard_shape(source.shape)
     on_cpu = all(found.platform == "cpu" for found in sharding.addressable_devices)
     small = math.prod(local) * wanted.dtype.itemsize <= BLOCK_BYTES
     return (_OnHost if on_cpu or small else _OnDevices)(source, wanted, sharding)
+
+
+def _sharding(device: Any) -> Sharding:
+    return device if isinstance(device, Sharding) else SingleDeviceSharding(device)
 
 
 class _Placement:

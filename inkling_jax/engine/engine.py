@@ -66,8 +66,11 @@ class Engine:
         options: EngineOptions = EngineOptions(),
         media: MediaRunner | None = None,
         shapes: Shapes | None = None,
+        entropy: int | None = None,
     ):
-        """`shapes`: those that steps are compiled for, by default Shapes.of the cache."""
+        """`shapes`: those that steps are compiled for, by default Shapes.of the cache. `entropy`: what requests without a seed
+        draw theirs from, by default fresh; several processes must have the same.
+        """
         window = config.local_attention.window or shape.max_context
         self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
         self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
@@ -89,6 +92,7 @@ class Engine:
                 chunk=options.chunk,
             )
         )
+        self._seeds = np.random.default_rng(entropy)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_id, self._step, self.closed = 0, 0, False
@@ -231,7 +235,8 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        key = request_key(request.params.seed, request.sample)
+        seed = request.params.seed
+        key = request_key(int(self._seeds.integers(1 << 63)) if seed is None else seed, request.sample)
         values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
         values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
         row = sampler.prompt_row(request.prompt_ids, self.vocab)

@@ -100,8 +100,8 @@ class Request:
     media: tuple[MediaItem, ...] = ()
 
 
-def request_key(seed: int | None, sample: int = 0) -> np.ndarray:
-    """The random key, uint32 [2], of sample `sample` (of n) of a request with that seed; without a seed, fresh entropy."""
+def request_key(seed: int, sample: int = 0) -> np.ndarray:
+    """The random key, uint32 [2], of sample `sample` (of n) of a request with that seed."""
     # a spawn key, since numpy pads entropy with zeros: as entropy, (5, 7) and 5 + 7 * 2**32 would be the same
     return np.random.SeedSequence(seed, spawn_key=(sample,)).generate_state(2, np.uint32)
 
