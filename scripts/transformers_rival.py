@@ -59,9 +59,15 @@ def load(directory: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model.eval().to(device)
 
 
-@torch.inference_mode()
 def logits(model: Any, prompts: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """float32 logits [prompts, T, vocabulary] by whole-sequence forward, and for each prompt the smallest router margin.
+    """`logits_of` all prompts: [prompts, T, vocabulary], and a margin each."""
+    found, smallest = zip(*(logits_of(model, prompt) for prompt in prompts), strict=True)
+    return np.stack(found), np.array(smallest)
+
+
+@torch.inference_mode()
+def logits_of(model: Any, prompt: torch.Tensor, **media: torch.Tensor) -> tuple[np.ndarray, float]:
+    """float32 logits [T, vocabulary] by whole-sequence forward, and the prompt's smallest router margin.
 
     That is the least difference, over tokens and layers, between the scores of the last expert chosen and the first one left out.
     """
@@ -73,14 +79,10 @@ def logits(model: Any, prompts: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         margins.append(float((best[:, -2] - best[:, -1]).min()))
 
     hooks = [module.register_forward_hook(watch) for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    found, smallest = [], []
-    for prompt in prompts:
-        margins.clear()
-        found.append(model(input_ids=prompt[None], use_cache=False).logits[0].float().cpu().numpy())
-        smallest.append(min(margins))
+    found = model(input_ids=prompt[None], use_cache=False, **media).logits[0].float().cpu().numpy()
     for hook in hooks:
         hook.remove()
-    return np.stack(found), np.array(smallest)
+    return found, min(margins)
 
 
 @torch.inference_mode()
