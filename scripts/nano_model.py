@@ -93,6 +93,16 @@ def initial_value(path: str, shape: tuple[int, ...], config: ModelConfig, rng: n
     return normal(inputs**-0.5 * ((2 * layers) ** -0.5 if into_stream else 1.0))
 
 
+def rate_of(path: str, shape: tuple[int, ...]) -> float:
+    """A parameter's learning rate as a part of the highest: less for matrices of many inputs, most of all the vision tower's.
+
+    Each step moves every weight as far, and inputs that agree, as the pixels of an even ground do, add that up.
+    """
+    if len(shape) < 2 or path.endswith(("conv.weight", "rel_bias", "embed")):
+        return 1.0
+    return min(1.0, (128 / shape[-1]) ** 0.75)
+
+
 def trained_by_decay(path: str, value: Any) -> bool:
     """Whether weight decay applies: to matrices, but not to convolutions, the bias by distance and the tables of rows."""
     return value.ndim > 1 and not path.endswith(("conv.weight", "rel_bias", "embed"))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 from nano_data import Batch
-from nano_model import initial_value, trained_by_decay
+from nano_model import initial_value, rate_of, trained_by_decay
 
 from inkling_jax.cache.paged import keep_nothing
 from inkling_jax.cache.ragged import Ragged
@@ -31,7 +31,7 @@ jax.tree_util.register_dataclass(Batch)
 
 Parameters = dict[str, Array]  # by path, in float32
 
-CONTEXT_WEIGHT = 0.1  # of a token that the model is to read, beside 1 for one that it is to write
+CONTEXT_WEIGHT = 0.05  # of a token that the model is to read, beside 1 for one that it is to write
 DRAFT_WEIGHT = 0.15  # of each draft depth's loss
 BIAS_STEP = 1e-3  # by which the router's bias moves towards an even load, at the full learning rate
 NORM_LIMIT = 1.0
@@ -219,7 +219,7 @@ class Trainer:
         gradient = jax.value_and_grad(functools.partial(loss_of, self.modules), has_aux=True)
         (_, numbers), slope = self.on_mesh(gradient, state.parameters, batch, quantized)
         updates, moments = self.optimizer.update(slope, state.moments, state.parameters)  # pyright: ignore[reportArgumentType]
-        parameters = jax.tree.map(lambda value, update: value - rate * update, state.parameters, updates)
+        parameters = {path: value - rate * rate_of(path, value.shape) * updates[path] for path, value in state.parameters.items()}
         loads = numbers.pop("load")
         for path, load in zip(self.modules.routers, loads, strict=True):
             parameters[path] += pace * BIAS_STEP * jnp.sign(load.mean() - load)
