@@ -28,7 +28,9 @@ PLACES = (  # by row
 )
 FILLS = "fills"  # a place: one shape as large as the picture
 SCATTERED = "scattered"  # a place: several shapes
-SMALL, LARGE = range(40, 161), (200, 224, 256, 320, 512)  # sides of pictures
+CELL = 40  # side of each of the 3 x 3 places: one tile to the tower, which is linear and knows a shape where it has seen it
+WHOLE = (40, 80, 120, 160)  # sides of pictures that one shape fills
+FREE = (*range(40, 161), 200, 224, 256, 320, 512)  # sides of pictures of one square, which is but its colour
 SMOOTH = 3  # how much larger a picture is drawn whose edges are smooth
 
 DESCRIBE = ("What is in this picture?", "Describe the picture.", "What do you see?", "What is this?", "Describe this image.")
@@ -78,34 +80,25 @@ def is_red_square(scene: Scene) -> bool:
 
 
 def picture(scene: Scene, rng: random.Random) -> UInt8[np.ndarray, "h w 3"]:
-    """The scene drawn at a random size, on a random ground, in a shade of its colour, perhaps with noise."""
-    width, height = _size(scene, rng)
+    """The scene drawn on a random ground, in a shade of its colour, perhaps with noise."""
+    free = scene.shape == "square" and (scene.place == FILLS or (scene.place == "in the middle" and rng.random() < 0.5))
+    side = rng.choice(FREE) if free else rng.choice(WHOLE) if scene.place == FILLS else 3 * CELL
     scale = SMOOTH if rng.random() < 0.5 else 1
-    image = Image.new("RGB", (width * scale, height * scale), _ground(rng))
+    image = Image.new("RGB", (side * scale, side * scale), _ground(rng))
     draw = ImageDraw.Draw(image)
     shade = tuple(min(255, max(0, value + rng.randint(-12, 12))) for value in rng.choice(COLOURS[scene.colour]))
     if scene.place == FILLS and scene.shape == "square" and rng.random() < 0.5:
         image.paste(shade, (0, 0, *image.size))
     else:
-        for x, y, radius in _spots(scene, width, height, rng):
+        for x, y, radius in _spots(scene, side, rng):
             _draw_shape(draw, scene.shape, x * scale, y * scale, radius * scale, shade)
     if scale > 1:
-        image = image.resize((width, height), Image.Resampling.BOX)
+        image = image.resize((side, side), Image.Resampling.BOX)
     pixels = np.asarray(image)
     if rng.random() < 0.5:
         noise = np.random.default_rng(rng.getrandbits(32)).normal(0, rng.uniform(1, 8), pixels.shape)
         pixels = np.clip(np.rint(pixels + noise), 0, 255).astype(np.uint8)
     return pixels
-
-
-def _size(scene: Scene, rng: random.Random) -> tuple[int, int]:
-    """Width and height: few tiles, mostly; large where one shape is easy to find."""
-    if scene.count == 1 and rng.random() < 0.1:
-        side = rng.choice(LARGE)
-        return side, side
-    least = SMALL[0] if scene.place == FILLS else 64
-    width = rng.randint(least, SMALL[-1])
-    return width, width if scene.place == FILLS or rng.random() < 0.6 else rng.randint(least, SMALL[-1])
 
 
 def _ground(rng: random.Random) -> tuple[int, int, int]:
@@ -114,22 +107,16 @@ def _ground(rng: random.Random) -> tuple[int, int, int]:
     return grey, grey, grey
 
 
-def _spots(scene: Scene, width: int, height: int, rng: random.Random) -> list[tuple[float, float, float]]:
-    """Centre and radius of each shape: near the middles of different cells of a grid of 3 x 3."""
-    side = min(width, height)
+def _spots(scene: Scene, side: int, rng: random.Random) -> list[tuple[float, float, float]]:
+    """Centre and radius of each shape: near the middles of different cells of a grid of 3 x 3, if the picture is one."""
     if scene.place == FILLS:
-        return [(width / 2, height / 2, side * rng.uniform(0.4, 0.5))]
+        return [(side / 2, side / 2, side * rng.uniform(0.4, 0.5))]
+    if side != 3 * CELL:
+        return [(side / 2, side / 2, side * rng.uniform(0.15, 0.35))]
     cells = [PLACES.index(scene.place)] if scene.count == 1 else rng.sample(range(len(PLACES)), scene.count)
-    largest = 0.3 if scene.place == "in the middle" else 0.17 if scene.count == 1 else 0.15
-    radius = side * rng.uniform(0.11, largest)
-    shift = side * 0.02
+    radius = rng.uniform(13, 17)
     return [
-        (
-            (cell % 3 + 0.5) * width / 3 + rng.uniform(-shift, shift),
-            (cell // 3 + 0.5) * height / 3 + rng.uniform(-shift, shift),
-            radius,
-        )
-        for cell in cells
+        ((cell % 3 + 0.5) * CELL + rng.uniform(-2, 2), (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2), radius) for cell in cells
     ]
 
 
