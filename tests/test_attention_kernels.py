@@ -68,11 +68,12 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
     state = jax.eval_shape(lambda: create_state(text, shape, jnp.bfloat16, 500))
     programs, leaves = Programs(model, make_mesh(sizes), jnp.bfloat16), list(local_leaves(model, {}).values())
     nothing: Any = {"global": [], "local": []}
+    greedy = Sampling("greedy", None, ())
     if step == "prefill":
         prompts = pack_chunk([(0, tuple(range(7)), 0, True), (2, tuple(range(12)), 100, False)], nothing, shape, 32)
-        traced = programs.prefill.trace(leaves, state, prompts, context=256, sampling=None)
+        traced = programs.prefill.trace(leaves, state, prompts, context=256, sampling=greedy)
     else:
-        inputs, greedy = (pack_slots([0, 1, 2], shape, 4), pack_updates(nothing, 16)), Sampling("greedy", None, ())
+        inputs = pack_slots([0, 1, 2], shape, 4), pack_updates(nothing, 16)
         traced = programs.decode.trace(leaves, state, inputs, context=256, sampling=greedy, steps=8)
     return traced.lower(lowering_platforms=("cuda",)).as_text(), planned
 

@@ -12,12 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from inkling_jax.cache.paged import Cache, CacheShape, LayerCache
 from inkling_jax.config import ModelConfig, TextConfig, preset
+from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.sampler import SamplerState
+from inkling_jax.engine.shapes import Shapes
 from inkling_jax.engine.state import EngineState, create_state
-from inkling_jax.engine.steps import Programs
+from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import CapacityError, InputError
 from inkling_jax.expert_storage import choose_kernels, repack, use_kernels
 from inkling_jax.model import Inkling
@@ -98,6 +101,18 @@ class Shard:
             last_token=jnp.zeros(shape.slots + 1, jnp.int32),
             length=jnp.zeros(shape.slots + 1, jnp.int32),
             live=jnp.zeros(shape.slots + 1, bool),
+        )
+
+    def engine(self, leaves: list[jax.Array], shape: CacheShape, options: EngineOptions, shapes: Shapes | None = None) -> Engine:
+        """An engine over this rank's parameters with an empty cache; it knows the ids that the rank's rows of the head have."""
+        vocab = self.abstract_state(shape).sampler.prompt_seen.shape[1]
+        create = functools.partial(create_state, self.config, shape, DTYPE, vocab, self.sizes)
+        mesh = self.programs.mesh
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(jax.eval_shape(create)))
+        config = dataclasses.replace(self.config, usable_vocab_size=vocab)
+        shapes = shapes or Shapes.of(shape, options.chunk, bounded=not self.kernels)
+        return Engine(
+            self.programs, leaves, jax.jit(create, out_shardings=placed)(), config, shape, options=options, shapes=shapes
         )
 
     def cache_shape(self, slots: int, context: int, queries: int, page_size: int) -> CacheShape:

@@ -20,7 +20,7 @@ from inkling_jax.engine import sampler
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
-from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_slots, pack_updates
+from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_decode
 from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
 from inkling_jax.engine.shapes import SAMPLINGS, Shapes, smallest
@@ -221,7 +221,7 @@ class Engine:
 
     def _pieces(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """Where the chunks of a prompt that is read for its logits begin and end."""
-        length = min(self.options.chunk, SCORE_CHUNK)
+        length = min(self.options.chunk, max(size for size in self.shapes.chunks if size <= SCORE_CHUNK))
         for begin in range(0, sequence.prompt_length, length):
             yield begin, min(sequence.prompt_length, begin + length)
 
@@ -245,8 +245,7 @@ class Engine:
     def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
         chunk, context = self._chunk(parts)
         ending = [s for s, _, end in parts if end == s.prompt_length]
-        # where a prompt ends, the settings of all count, so that a request does not need a program for each company it has
-        sampling = self._sampling([s for s, _, _ in parts]) if ending else None
+        sampling = self._sampling([s for s, _, _ in parts])
         sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=sampling)
         for sequence in ending:
             sequence.dispatched = 1
@@ -256,7 +255,6 @@ class Engine:
 
     def _dispatch_decode(self, sequences: list[Sequence]) -> None:
         steps = self.options.tokens_per_call
-        slots = pack_slots([s.slot for s in sequences], self.shape, smallest(self.shapes.rows, len(sequences)))
         entries: Entries = {"global": [], "local": []}
         longest = 0
         for sequence in sequences:
@@ -264,7 +262,7 @@ class Engine:
             self._grow(sequence, sequence.position, end, entries)
             sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
             longest = max(longest, end)
-        inputs = (slots, pack_updates(entries, len(slots) * (steps // self.shape.page_size + 2)))
+        inputs = pack_decode([s.slot for s in sequences], entries, self.shape, smallest(self.shapes.rows, len(sequences)), steps)
         context = smallest(self.shapes.contexts, longest)
         sampling = self._sampling(sequences)
         sampled, self.state = self.programs.decode(

@@ -32,6 +32,11 @@ def pack_slots(slots: list[int], shape: CacheShape, rows: int) -> np.ndarray:
     return packed
 
 
+def pack_decode(slots: list[int], entries: Entries, shape: CacheShape, rows: int, steps: int) -> tuple[np.ndarray, PageUpdates]:
+    """Inputs of a decode call of `steps` steps for the sequences in these slots."""
+    return pack_slots(slots, shape, rows), pack_updates(entries, rows * (steps // shape.page_size + 2))
+
+
 def pack_updates(entries: Entries, capacity: int) -> PageUpdates:
     """Page table entries to set, padded to `capacity` a table."""
 

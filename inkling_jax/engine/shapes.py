@@ -10,12 +10,13 @@ import dataclasses
 
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.engine.request import MAX_LOGPROBS
+from inkling_jax.engine.sampler import Mode
 
 SMALLEST_CHUNK = 16  # tokens of the smallest prompt chunk
 SMALLEST_CONTEXT = 1024  # positions of the smallest bound on lengths
 ROWS_STRIDE, CHUNK_STRIDE, CONTEXT_STRIDE = 4, 8, 4
 # How steps sample, each of which expresses all that those before it do: noise, or everything. The mode changes no token.
-SAMPLINGS = (("sample", None), ("full", MAX_LOGPROBS))
+SAMPLINGS: tuple[tuple[Mode, int | None], ...] = (("sample", None), ("full", MAX_LOGPROBS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Shapes:
 
     @staticmethod
     def of(cache: CacheShape, chunk: int, *, bounded: bool = True) -> Shapes:
-        """Sizes for a cache and prompt chunks of up to `chunk` tokens. `bounded`: attention's work grows with the bound on lengths.
+        """Sizes for a cache and prompt chunks of `chunk` tokens. `bounded`: attention's work grows with the bound on lengths.
 
         Hopper's attention reads what there is, whatever the bound, so that with it the whole context is the only one.
         """

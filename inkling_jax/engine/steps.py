@@ -63,7 +63,7 @@ class Sampled:
     """One token for each of B rows; rows that are not `emitted` were idle and the rest of their fields is meaningless."""
 
     emitted: Bool[Array, " B"]
-    result: SampleResult  # None in a step that samples nothing
+    result: SampleResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +119,15 @@ class Programs:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
     def _prefill(
-        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling | None
+        self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling
     ) -> tuple[Sampled, EngineState]:
         """Append a chunk; rows whose prompt ends in it sample a token, [1, B], and, unless that ends them, become live.
 
-        `sampling` None: no prompt ends here, and the head, a large read, is left out.
+        Where none ends the head runs for nothing: it is a small part of a chunk, and without it there were a program more.
         """
         model, ragged = self.model(leaves), chunk.ragged()
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
         state = dataclasses.replace(state, cache=cache)
-        if sampling is None:
-            return Sampled(jnp.zeros_like(chunk.last)[None], None), state  # pyright: ignore[reportArgumentType]
         last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
         sampled, state = _sample(model.logits(z[last_token]), state, ragged, chunk.last, sampling)
         return jax.tree.map(lambda a: a[None], sampled), state
