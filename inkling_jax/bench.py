@@ -21,6 +21,12 @@ examples:
   # the expert kernels at one rank's share of the released shapes, beside what XLA offers
   python -m inkling_jax.bench expert_matmul --cases D4096-F256-E256 --rivals
 
+  # loading: a random checkpoint is written, loaded as it is and converted, and removed (twice the size on the disk)
+  python -m inkling_jax.bench load --size 8GB --directory .
+
+  # what the planner says a device holds, beside what it did hold
+  python -m inkling_jax.bench memory --preset inkling-small --layers 6 --chunks 512,2048,8192
+
   # the shape of a checkpoint, whose tensors are not read
   python -m inkling_jax.bench step --model ./ckpt --batch 1 --context 256
 
@@ -101,6 +107,31 @@ def _add_expert_matmul_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", choices=PRESETS, default="inkling-small", help="whose widths (default %(default)s)")
+    parser.add_argument(
+        "--size", default="8GB", help="of the checkpoint, which the number of experts follows (default %(default)s)"
+    )
+    parser.add_argument("--directory", metavar="DIR", help="on the disk to measure (default: where temporary files go)")
+    add_kernels_option(parser)
+    parser.add_argument(
+        "--time-limit", type=_size, default=100, metavar="S", help="begin no load after so many seconds (default %(default)s)"
+    )
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", choices=PRESETS, default="inkling-small", help="a released shape (default %(default)s)")
+    parser.add_argument("--layers", type=_size, default=6, metavar="N", help="the first N layers only (default %(default)s)")
+    parser.add_argument(
+        "--chunks", type=_sizes, default=[512, 2048, 8192], metavar="512,...", help="prompt tokens a step (default 512,2048,8192)"
+    )
+    parser.add_argument("--context", type=_size, default=16384, metavar="N", help="longest sequence (default %(default)s)")
+    add_kernels_option(parser)
+    parser.add_argument(
+        "--time-limit", type=_size, default=100, metavar="S", help="begin no chunk after so many seconds (default %(default)s)"
+    )
+
+
 def _words(text: str) -> list[str]:
     return text.split(",")
 
@@ -118,6 +149,8 @@ def _size(text: str) -> int:
 BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "step": ("time one rank's decode and prefill steps, with random weights", _add_step_options),
     "expert_matmul": ("time the routed feed-forward of a layer on Hopper", _add_expert_matmul_options),
+    "load": ("time loading, as published and converted, and the first token after it", _add_load_options),
+    "memory": ("compare the planner with the device memory that a model takes", _add_memory_options),
     "towers": ("time the vision and audio towers of a released shape, with random weights", _add_towers_options),
 }
 

@@ -8,18 +8,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-
-import jax.monitoring
 
 from inkling_jax.command_line import FAILED, INTERRUPTED, OK, is_terminal, print_error
+from inkling_jax.compiling import compile_seconds
 from inkling_jax.conversation import ChatCompletion, ChatDelta, ChatStream
 from inkling_jax.engine.request import SamplingParams
 from inkling_jax.inputs.prompt import Prompt
 from inkling_jax.llm import LLM
 from inkling_jax.outputs.tool_calls import MalformedCall, ToolCall
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 # A model may write any byte, and a terminal obeys some: show those below space as their pictures, the others as unknown.
 _VISIBLE = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _ERASE, _DIM, _PLAIN = "\r\x1b[K", "\x1b[2m", "\x1b[0m"
@@ -150,7 +147,7 @@ def answer(llm: LLM, prompt: Prompt, params: SamplingParams, display: Display, *
     start = first = last = time.monotonic()
     compiled_before_first = 0.0
     deltas = llm.stream(prompt, params) if first_call is None else ChatStream(llm, prompt, params, first_call)
-    with _compile_seconds() as compiled, display, contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):
+    with compile_seconds() as compiled, display, contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):
         for delta in deltas:
             last = time.monotonic()
             if result.token_ids:
@@ -181,19 +178,3 @@ def _show_chat(delta: ChatDelta, display: Display) -> None:
         display.show(delta.content)
     if delta.tool_call is not None and delta.tool_call.finished is not None:
         display.call(delta.tool_call.finished)
-
-
-@contextlib.contextmanager
-def _compile_seconds() -> Iterator[list[float]]:
-    """A list that grows by the seconds of each compilation inside."""
-    seconds: list[float] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _COMPILED:
-            seconds.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seconds
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

@@ -52,6 +52,7 @@ RULES = [
     Rule("errors", only=(), without=ARRAYS),
     Rule("interrupts", only=(), without=ARRAYS),
     Rule("processes", only=("errors",)),
+    Rule("compiling", only=()),
     Rule("config*", only=("errors", "config*"), without=ARRAYS),
     Rule("sources", only=("errors", "config*"), without=ARRAYS),
     Rule("kernels", only=("errors", "kernels")),
@@ -89,7 +90,7 @@ RULES = [
     Rule("doctor", only=("command_line", "convert", "memory", "self_check")),
     Rule("plan", only=("command_line", "convert", "planning")),
     Rule("bench", only=("command_line", "config*")),
-    Rule("benchmarks", never=("inputs", "outputs", "llm", "loading", "bench", "command_line", "generate", "terminal")),
+    Rule("benchmarks", never=("inputs", "outputs", "llm", "bench", "command_line", "generate", "terminal")),
 ]
 
 
