@@ -18,6 +18,9 @@ examples:
   # its prefill as well, and a first look in seconds: six layers
   python -m inkling_jax.bench step --preset inkling --rank-of tensor=8 --layers 6 --batch 1 --context 1024 --prefill 2048
 
+  # the same rank under traffic: eight requests at once, then sixty-four, a new one when one ends
+  python -m inkling_jax.bench serve --preset inkling-small --rank-of tensor=8 --concurrency 8,64
+
   # the expert kernels at one rank's share of the released shapes, beside what XLA offers
   python -m inkling_jax.bench expert_matmul --cases D4096-F256-E256 --rivals
 
@@ -61,7 +64,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_step_options(parser: argparse.ArgumentParser) -> None:
+def _add_shape_options(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument("--preset", choices=PRESETS, help="a released shape")
     shape.add_argument("--model", metavar="DIR", help="the shape that a checkpoint's config.json gives")
@@ -70,6 +73,10 @@ def _add_step_options(parser: argparse.ArgumentParser) -> None:
         "--rank-of", default="tensor=1", metavar="AXIS=N,...", help="take one rank's share of such a mesh (default %(default)s)"
     )
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only (default: all)")
+
+
+def _add_step_options(parser: argparse.ArgumentParser) -> None:
+    _add_shape_options(parser)
     parser.add_argument(
         "--batch", type=_sizes, default=[1, 8, 64], metavar="1,8,...", help="sequences that decode (default 1,8,64)"
     )
@@ -105,6 +112,45 @@ def _add_expert_matmul_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=_size, default=600, metavar="S", help="begin no row after so many seconds (default %(default)s)"
     )
+
+
+def _add_serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"""{parser.description}.
+
+  python -m inkling_jax.bench serve --preset inkling-small --rank-of tensor=8 --kernels sm90 --time-limit 150
+
+Six programs are compiled first, side by side: a decode call for each number of requests at once, and a
+prompt chunk. A row is written as soon as its number is measured, and none is begun after --time-limit."""
+    _add_shape_options(parser)
+    parser.add_argument(
+        "--concurrency",
+        type=_sizes,
+        default=[8, 32, 64, 128, 256],
+        metavar="8,32,...",
+        help="requests at once (default %(default)s)",
+    )
+    parser.add_argument("--requests", type=_size, metavar="N", help="that come at each (default: twice as many as run at once)")
+    parser.add_argument("--prompt", type=_lengths, default=(256, 768), metavar="N-M", help="prompt tokens (default 256-768)")
+    parser.add_argument(
+        "--answer", type=_lengths, default=(64, 192), metavar="N-M", help="tokens that each makes (default 64-192)"
+    )
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second (Poisson; default: the next when one ends)")
+    parser.add_argument(
+        "--shared", type=float, default=0.0, metavar="S", help="share of prompts with a common beginning (default 0)"
+    )
+    parser.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens of that beginning")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the traffic (default %(default)s)")
+    parser.add_argument("--chunk", type=_size, default=512, metavar="N", help="prompt tokens a step (default %(default)s)")
+    parser.add_argument("--tokens-per-call", type=_size, default=8, metavar="N", help="decode steps a call (default %(default)s)")
+    parser.add_argument("--page-size", type=_size, default=64, metavar="N", help="tokens a cache page (default %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=_size, default=600, metavar="S", help="begin nothing after so many seconds (default %(default)s)"
+    )
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return _size(low), _size(high or low)
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +194,7 @@ def _size(text: str) -> int:
 
 BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "step": ("time one rank's decode and prefill steps, with random weights", _add_step_options),
+    "serve": ("serve synthetic traffic on one rank of a real shape, with random weights", _add_serve_options),
     "expert_matmul": ("time the routed feed-forward of a layer on Hopper", _add_expert_matmul_options),
     "load": ("time loading, as published and converted, and the first token after it", _add_load_options),
     "memory": ("compare the planner with the device memory that a model takes", _add_memory_options),

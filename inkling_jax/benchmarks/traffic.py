@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -39,7 +39,7 @@ def step_traffic(
     *,
     rows: int,
     queries: int,
-    contexts: range,
+    contexts: Sequence[int],
 ) -> Traffic:
     """Least traffic of a step of `rows` sequences with `queries` tokens each, on a rank that holds `leaves` (by path).
 
@@ -78,7 +78,7 @@ def _weights(path: str, elements: int) -> int:
 
 
 def _cache_traffic(
-    config: TextConfig, sizes: Mapping[str, int], itemsize: int, rows: int, queries: int, contexts: range
+    config: TextConfig, sizes: Mapping[str, int], itemsize: int, rows: int, queries: int, contexts: Sequence[int]
 ) -> tuple[float, float, float]:
     """Bytes of keys and values, bytes of convolution state, and the operations of attention."""
     one = CacheShape(slots=0, page_size=1, global_pages=1, local_pages=1, max_context=1, max_query=1)

@@ -52,7 +52,7 @@ def warm_up(engine: Engine, *, samplings: list[Sampling] | None = None, quiet: b
     for step, inputs, static in programs:
         made, engine.state = step(engine.leaves, engine.state, inputs, **static)
     values = sampler.slot_values(SamplingParams(temperature=0), (), engine.vocab, np.zeros(2, np.uint32))
-    row = sampler.prompt_row((), engine.vocab)
+    row = sampler.prompt_row((), engine.state.sampler.prompt_seen.shape[1])
     engine.state = dataclasses.replace(engine.state, sampler=sampler.admit(engine.state.sampler, 0, values, row))
     jax.block_until_ready(engine.state)
     return len(programs)
