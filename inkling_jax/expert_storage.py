@@ -59,6 +59,7 @@ def kernels_refused(
         return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
     from inkling_jax.kernels.expert_matmul.sm90 import supported
     from inkling_jax.kernels.paged_attention.sm90 import unsupported
+    from inkling_jax.kernels.residual import sm90 as residual
 
     for kind, axes in (("experts", RULES["expert_ffn"]), ("shared experts", RULES["ffn"])):
         hidden = config.expert_width
@@ -66,6 +67,9 @@ def kernels_refused(
             hidden //= sizes.get(axis, 1)
         if not supported(config.hidden_size, hidden):
             return f"{kind} of {hidden} channels a device for a width of {config.hidden_size} are not whole blocks"
+    reason = residual.unsupported(config.hidden_size, config.conv_width)
+    if reason is not None:
+        return reason
     for shape in (config.global_attention, config.local_attention):
         reason = unsupported(page_size, shape.head_dim, config.rel_dim, shape.num_heads // shape.num_kv_heads)
         if reason is not None:
@@ -74,12 +78,9 @@ def kernels_refused(
 
 
 def use_kernels(model: Inkling) -> Inkling:
-    """`model`, its expert weights and its relative biases declared in the forms of the kernels."""
+    """`model`, its expert weights and its relative biases declared in the forms of the kernels, which with that it uses."""
     for layer in model.layers:
-        layer.attn.use_kernels()
-        if not isinstance(layer.mlp, DenseMLP):
-            layer.mlp.experts.use_kernels()
-            layer.mlp.shared.use_kernels()
+        layer.use_kernels()
     return model
 
 

@@ -69,22 +69,22 @@ class Inkling(nnx.Module):
         h = self.embeddings(token_ids, media)
         steps: dict[bool, AttentionStep] = {}  # by kind of layer
         layers, sparse = [], 0
-        for i, layer in enumerate(self.layers):
+        x, norms = self.layers[0].attn_norm(h), [*(layer.attn_norm for layer in self.layers[1:]), self.norm]
+        for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             if tape is not None:
                 tape[f"hidden.{i}"] = h
             routing: dict[str, Array] | None = {} if tape is not None else None
             local = self.local_layers[i]
             if local not in steps:
                 steps[local] = layer.attn.step(cache.table(local)[ragged.slot], ragged, context)
-            h, state = layer(h, cache.layers[i], steps[local], ragged, routing)
+            h, x, state = layer(h, x, cache.layers[i], steps[local], ragged, after, routing)
             layers.append(state)
             if tape is not None and routing:
                 tape.update({f"moe.{sparse}.{name}": value for name, value in routing.items()})
                 sparse += 1
-        z = self.norm(h)
         if tape is not None:
-            tape[f"hidden.{len(layers)}"] = z
-        return z, dataclasses.replace(cache, layers=tuple(layers))
+            tape[f"hidden.{len(layers)}"] = x
+        return x, dataclasses.replace(cache, layers=tuple(layers))
 
     def embeddings(self, token_ids: Int[Array, " T"], media: MediaRows | None = None) -> Float[Array, "T D"]:
         """What stands for tokens: their normed rows of the table, or the rows of `media`, which are not normed again."""

@@ -29,6 +29,8 @@ from inkling_jax.engine.state import create_state
 from inkling_jax.engine.steps import Programs, Sampling
 from inkling_jax.errors import InputError
 from inkling_jax.expert_storage import choose_kernels, repack
+from inkling_jax.kernels.kv_append import append
+from inkling_jax.kernels.kv_append import sm90 as append_sm90
 from inkling_jax.kernels.paged_attention import prepare_bias, reference, sm90
 from inkling_jax.layers.attention import Attention
 from inkling_jax.model import Inkling
@@ -63,7 +65,7 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
     text = config(3)
     model = Inkling(text, frozenset(), jnp.bfloat16)
     for layer in model.layers:
-        layer.attn.use_kernels()
+        layer.use_kernels()
     shape = CacheShape(slots=3, page_size=64, global_pages=12, local_pages=12, max_context=256, max_query=32)
     state = jax.eval_shape(lambda: create_state(text, shape, jnp.bfloat16, 500))
     programs, leaves = Programs(model, make_mesh(sizes), jnp.bfloat16), list(local_leaves(model, {}).values())
@@ -80,11 +82,15 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tensor": 2}])
 def test_a_decode_step_plans_once_a_kind_and_lowers_a_kind_once(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two plans, of this rank's heads, and two kernels, each with its merge."""
+    """Two plans, of this rank's heads; two kernels, each with its merge and its append of keys; two that add to the stream.
+
+    The last of these is another, since after it nobody reads the stream, only its norm.
+    """
     text, planned = program("decode", sizes, monkeypatch)
-    names = re.findall(r"call @(run_decode\w*)\(", text)
-    assert len(names) == 3 and len(set(names)) == 2
-    assert text.count("custom_call @mosaic_gpu") == 4
+    for function, calls, kinds in (("run_decode", 3, 2), ("append", 3, 2), ("add_conv_norm", 6, 2)):
+        names = re.findall(rf"call @({function}(?:_\d+)?)\(", text)
+        assert (len(names), len(set(names))) == (calls, kinds), function
+    assert text.count("custom_call @mosaic_gpu") == 8
     assert [(call["window"], call["kv_heads"], call["tokens"]) for call in planned] == [
         (window, 2 // sizes.get("tensor", 1), 4) for window in (64, None)
     ]
@@ -247,6 +253,7 @@ def test_decoded_tokens_are_as_likely_as_the_model_says(
 
 
 if __name__ == "__main__":
+    append_sm90.append = append  # which has no interpreter: test_kv_append runs it by numpy
     sm90.PROCESSORS = 3
     sm90.run_decode = functools.partial(sm90.run_decode, interpret=True)
     sm90.run_prefill = functools.partial(sm90.run_prefill, interpret=True)

@@ -25,3 +25,8 @@ class Ragged:
     position: Int[Array, " T"]  # absolute position in the sequence
     valid: Bool[Array, " T"]  # False: padding
     longest: int = dataclasses.field(metadata={"static": True})  # no row has more query tokens than this
+
+    @property
+    def one_each(self) -> bool:
+        """Whether token b is all that row b has, if it has any: a step of decode."""
+        return self.longest == 1 and self.row.shape == self.slot.shape

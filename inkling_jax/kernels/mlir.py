@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 Value = Any  # an MLIR value
 Operand = Any  # an MLIR i32 value or a Python int
@@ -132,3 +132,81 @@ def multiply_add(weights: list[Value], x: list[Value], acc: list[Value]) -> list
             result_types=[f32()] * 4,
         )
     )
+
+
+def block_thread() -> Value:
+    """This thread among all of its block."""
+    return mgpu.utils.thread_idx()
+
+
+def divide(a: Operand, b: int) -> Value:
+    """The unsigned quotient."""
+    return arith.divui(as_int(a), as_int(b))
+
+
+def remainder(a: Operand, b: int) -> Value:
+    """The unsigned remainder."""
+    return arith.remui(as_int(a), as_int(b))
+
+
+def row_start(row: Operand, size: int, offset: Operand) -> Value:
+    """row * size + offset in 64 bits, for arrays of any size."""
+    long = ir.IntegerType.get_signless(64)
+    return arith.addi(arith.muli(wide(row), arith.constant(long, size)), wide(offset))
+
+
+def plus(a: Value, b: Value) -> Value:
+    """a + b of floats."""
+    return arith.addf(a, b)
+
+
+def times(a: Value, b: Value) -> Value:
+    """a * b of floats."""
+    return arith.mulf(a, b)
+
+
+def load_float(pointer: Value, index: Operand) -> Value:
+    """An element of float32."""
+    return load(pointer, index, f32())
+
+
+def words_at(pointer: Value, index: Operand, count: int) -> list[Value]:
+    """Neighbouring words of 32 bits, four of a load."""
+    if count <= 4:
+        return vector_at(pointer, index, i32(), count)
+    return [word for i in range(0, count, 4) for word in vector_at(pointer, add(index, i), i32(), 4)]
+
+
+def store_words(pointer: Value, index: Operand, words: list[Value]) -> None:
+    """Write neighbouring words of 32 bits at once."""
+    store_vector(pointer, index, words, i32())
+
+
+def unpack(word: Value) -> tuple[Value, Value]:
+    """The two bfloat16 of a word, the lower half first, as float32."""
+    return arith.bitcast(f32(), shift(word, 16)), arith.bitcast(f32(), both(word, 0xFFFF_0000))
+
+
+def pack(lower: Value, upper: Value) -> Value:
+    """Two float32 rounded to bfloat16 in a word."""
+    return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", upper, lower, result_types=i32())
+
+
+def rsqrt(value: Value) -> Value:
+    """1 / sqrt(value), to 2^-22."""
+    return mgpu.utils.inline_ptx("rsqrt.approx.ftz.f32 $0, $1;", value, result_types=f32())
+
+
+def warp_sum(value: Value) -> Value:
+    """The sum of a float of every thread of the warp, the same bits for all."""
+    for distance in (16, 8, 4, 2, 1):
+        value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
+    return value
+
+
+def block_barrier() -> None:
+    """Wait for all threads of the block, and see what they wrote."""
+    gpu.barrier()
+
+
+when = mgpu.utils.when  # a context in which code runs for the threads whose condition holds

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 from inkling_jax.cache.paged import LayerCache, append
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.config import TextConfig
+from inkling_jax.kernels.kv_append import Kept, Weights
 from inkling_jax.kernels.paged_attention import RelativeBias, paged_attention, plan_attention, prepare_bias
 from inkling_jax.kernels.paged_attention.unpaged import attention_within
+from inkling_jax.kernels.ring import Rows
 from inkling_jax.layers.linear import linear
 from inkling_jax.layers.norm import RMSNorm
 from inkling_jax.layers.param import param
@@ -90,7 +92,12 @@ class Attention(nnx.Module):
         self, x: Float[Array, "T D"], cache: LayerCache, step: AttentionStep, ragged: Ragged
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """Attention output after the output projection, summed over ranks, and the cache with these tokens appended."""
-        q, k, v, rel = self._project(x)
+        projected = self._project(x)
+        if isinstance(self.rel_bias, KernelBias) and ragged.one_each:
+            q, rel, cache = self._append_one_each(projected, cache, step, ragged)
+            out = self._attend((q, rel), cache, step, ragged)
+            return self._output(out), cache
+        q, k, v, rel = self._split(projected)
         k, k_state = self.k_conv(k, cache.k_conv, ragged)
         v, v_state = self.v_conv(v, cache.v_conv, ragged)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -110,7 +117,24 @@ class Attention(nnx.Module):
                 v_conv=v_state,
             )
             out = self._attend(queries, cache, step, ragged)
-        return sum_over_model(linear(out.reshape(tokens, -1), self.o_proj[...])), cache
+        return self._output(out), cache
+
+    def _append_one_each(
+        self, projected: Float[Array, "T K group"], cache: LayerCache, step: AttentionStep, ragged: Ragged
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T N r"], LayerCache]:
+        """One launch on Hopper: queries and bias coefficients, and the cache with the tokens of decode appended."""
+        from inkling_jax.kernels.kv_append import sm90  # Pallas' GPU half takes a while to import, and few need it
+
+        tau = None if self.log_scaling is None else log_scale(ragged.position, *self.log_scaling)
+        weights = Weights(*(part.weight[...] for part in (self.k_conv, self.v_conv, self.q_norm, self.k_norm)))
+        kept = Kept(cache.k_pages, cache.v_pages, cache.k_conv, cache.v_conv)
+        rows = Rows(ragged.slot, ragged.position, ragged.count)
+        q, rel, kept = sm90.append(projected, weights, tau, kept, step.table, rows, rank=self.rel_dim, eps=self.q_norm.eps)
+        k_pages, v_pages, k_conv, v_conv = kept
+        return q, rel, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages, k_conv=k_conv, v_conv=v_conv)
+
+    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        return sum_over_model(linear(out.reshape(out.shape[0], -1), self.o_proj[...]))
 
     def _attend(
         self, queries: tuple[Float[Array, "T N H"], Float[Array, "T N r"]], cache: LayerCache, step: AttentionStep, ragged: Ragged
@@ -130,13 +154,19 @@ class Attention(nnx.Module):
             plan=step.plan,
         )
 
-    def _project(self, x: Float[Array, "T D"]) -> tuple[Array, Array, Array, Array]:
-        """q [T, K, n, H], k and v [T, K, H], r [T, K, n, rel_dim] of n query heads for each of K key heads."""
+    def _project(self, x: Float[Array, "T D"]) -> Float[Array, "T K group"]:
+        """Queries, key, value and bias coefficients of each key head side by side."""
         weight = self.qkvr_proj[...]
         kv_heads, group, _ = weight.shape
+        return linear(x, weight.reshape(kv_heads * group, -1)).reshape(-1, kv_heads, group)
+
+    def _split(self, projected: Float[Array, "T K group"]) -> tuple[Array, Array, Array, Array]:
+        """q [T, K, n, H], k and v [T, K, H], r [T, K, n, rel_dim] of n query heads for each of K key heads."""
+        _, kv_heads, group = projected.shape
         share = self._share(group)
-        y = linear(x, weight.reshape(kv_heads * group, -1)).reshape(-1, kv_heads, group)
-        q, k, v, rel = jnp.split(y, [share * self.head_dim, (share + 1) * self.head_dim, (share + 2) * self.head_dim], axis=-1)
+        q, k, v, rel = jnp.split(
+            projected, [share * self.head_dim, (share + 1) * self.head_dim, (share + 2) * self.head_dim], axis=-1
+        )
         return q.reshape(-1, kv_heads, share, self.head_dim), k, v, rel.reshape(-1, kv_heads, share, self.rel_dim)
 
     def _share(self, group: int) -> int:

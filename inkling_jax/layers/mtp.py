@@ -43,7 +43,10 @@ class DraftDepth(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """The residual stream after this depth, without a final norm, and the depth's cache with these slots appended."""
         both = jnp.concatenate([self.hidden_norm(hidden), self.embed_norm(embedded)], axis=-1)
-        return self.block(gather_columns(linear(both, self.input_proj[...])), cache, step, ragged)
+        h = gather_columns(linear(both, self.input_proj[...]))
+        # Nobody reads the norm of what comes out, so that it is not computed.
+        h, _, cache = self.block(h, self.block.attn_norm(h), cache, step, ragged, self.hidden_norm)
+        return h, cache
 
 
 class DraftHead(nnx.Module):

@@ -1,0 +1,162 @@
+"""The append of keys and values: the reference against float64 by hand, the Hopper kernel by numpy, lowered, and on the GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import threads
+
+from inkling_jax.kernels import ring_device
+from inkling_jax.kernels.kv_append import Appended, Kept, append, cases, device, sm90
+from inkling_jax.kernels.kv_append.cases import CASES, RANK, Case
+from inkling_jax.kernels.residual import device as residual_device
+from inkling_jax.kernels.residual.cases import EPS
+
+CUDA = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="lowering for CUDA asks the CUDA plugin which PTX it can assemble"
+)
+EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+FIELDS = ("q", "rel", *Kept._fields)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x).astype(jnp.bfloat16).astype(np.float64)
+
+
+def wanted(case: Case) -> dict[str, np.ndarray]:
+    """What the definition makes of inputs(case), a token and head at a time, with the roundings of bfloat16."""
+    given = cases.inputs(case)
+    weights, kept = ({n: np.asarray(a, np.float64) for n, a in given[name]._asdict().items()} for name in ("weights", "kept"))
+    projected, table, slots = (
+        np.asarray(given["projected"], np.float64),
+        np.asarray(given["table"]),
+        np.asarray(given["rows"].slot),
+    )
+    tokens, heads, width, share = len(case.positions), case.kv_heads, case.width, case.share
+    found = {"q": np.zeros((tokens, heads * share, width)), "rel": np.zeros((tokens, heads * share, RANK))}
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return rounded(rounded(x / np.sqrt(np.mean(x**2) + EPS)) * weight)
+
+    for token, position in enumerate(case.positions):
+        tau = 1.0 if given["tau"] is None else float(given["tau"][token])
+        for head in range(heads):
+            parts = np.split(projected[token, head], np.cumsum([width] * (share + 2)))
+            for n, (q, rel) in enumerate(zip(parts[:share], parts[-1].reshape(share, RANK), strict=True), start=head * share):
+                found["q"][token, n] = rounded(norm(q, weights["q_norm"]) * tau)
+                found["rel"][token, n] = rounded(rel * tau)
+            for name, x in zip("kv", parts[share : share + 2], strict=True):
+                if position is None:
+                    continue
+                ring, taps = kept[f"{name}_state"][slots[token], :, head], weights[f"{name}_taps"][head]
+                inputs = [ring[(position - back) % 3].copy() if position >= back else 0.0 for back in (3, 2, 1)]
+                ring[position % 3] = x
+                y = rounded(x + sum(taps[:, j] * past for j, past in enumerate([*inputs, x])))
+                page = table[token, position // case.page % case.columns]
+                if page < tokens * case.columns:
+                    pool = kept[f"{name}_pages"]
+                    pool[page, head, position % case.page] = norm(y, weights["k_norm"]) if name == "k" else y
+    return found | kept
+
+
+def check(case: Case, found: Appended, *, excess: bool = False) -> None:
+    """Rounded otherwise now and then, since sums go in another order; exact where nothing is computed.
+
+    excess: roundings between may be left out, as XLA does.
+    """
+    want = wanted(case)
+    got = dict(zip(FIELDS, (found.q, found.rel, *found.kept), strict=True))
+    for name in FIELDS:
+        a, b = np.asarray(got[name]).astype(np.float64), want[name]
+        if name in ("k_pages", "v_pages", "q"):
+            np.testing.assert_allclose(a, b, rtol=2**-5 if excess else 2**-7, atol=2**-6, err_msg=name)
+            assert np.mean(a != b) <= (1 if excess else 2e-3), name
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_reference(case: Case) -> None:
+    """Every place of the ring and of a page, pages that are not there, and rows that idle."""
+    check(case, jax.jit(append, static_argnames=("rank", "eps"))(**cases.inputs(case)), excess=True)
+
+
+@EACH_CASE
+def test_kernel_by_numpy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its threads do, and nothing else changes in pages and states."""
+    given = cases.inputs(case)
+    kept, tokens = given["kept"], len(case.positions)
+    sizes = (case.kv_heads, case.share, case.width, RANK, kept.k_pages.shape[0], case.page, case.columns)
+    shape = device.Shape(tokens, *sizes, case.scaled, EPS)
+    heads = (tokens, case.kv_heads * case.share)
+    results = {name: np.full((*heads, size), np.nan, jnp.bfloat16) for name, size in (("q", case.width), ("rel", RANK))}
+    arrays = {"projected": given["projected"], "table": given["table"], "tau": given["tau"]} | results
+    for fields in (given["weights"], given["rows"], kept):
+        arrays |= fields._asdict()
+    memories = {name: threads.memory(array) for name, array in arrays.items() if array is not None}
+    block = threads.Threads(128)
+    for module in (device, residual_device, ring_device):
+        monkeypatch.setattr(module, "m", block)
+    threads.run(functools.partial(device.append, shape), memories, shape.programs)
+    q, rel, *changed = (jnp.asarray(memories[name].view(jnp.bfloat16).reshape(arrays[name].shape)) for name in FIELDS)
+    check(case, Appended(q, rel, Kept(*changed)))
+
+
+def arguments(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays by name, and what is static."""
+    given = cases.inputs(case)
+    return given, {name: given.pop(name) for name in ("rank", "eps")}
+
+
+@CUDA
+@EACH_CASE
+def test_lowers(case: Case) -> None:
+    """What only the compiler refuses is seen without a GPU; pages and states are results and operands in one."""
+    given, static = arguments(case)
+    text = sm90.append.trace(**given, **static).lower(lowering_platforms=("cuda",)).as_text()
+    assert "kv_append" in text and text.count("output_operand_alias<") == len(Kept._fields)
+
+
+@pytest.mark.gpu
+@EACH_CASE
+def test_on_gpu(case: Case) -> None:
+    """And the same bits each time."""
+    given, static = arguments(case)
+    results = [jax.tree.map(np.asarray, sm90.append(**given, **static)) for _ in range(3)]
+    check(case, results[0])
+    for again in results[1:]:
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(results[0]), strict=True):
+            assert np.array_equal(a.view(np.int16), b.view(np.int16))
+
+
+@pytest.mark.gpu(bytes=2 * 10**9)
+def test_steps_of_one_program_on_gpu() -> None:
+    """Six steps of two layers, as decode has them: as the reference computes them, and no pool is copied."""
+    case = Case((61, None, 0, 3), columns=128)
+    given, static = arguments(case)
+    kept, rows = given.pop("kept"), given.pop("rows")
+
+    def program(function: Any) -> Any:
+        def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, ...]]:
+            layers, rows = carry
+            made = [function(kept=layer, rows=rows, **given, **static) for layer in layers]
+            seen = tuple(array for found in made for array in (found.q, found.rel))
+            return ([found.kept for found in made], rows._replace(position=rows.position + rows.count)), seen
+
+        return jax.jit(lambda layers: jax.lax.scan(step, (layers, rows), length=6), donate_argnums=0)
+
+    def layers() -> list[Kept]:
+        return [jax.tree.map(jnp.copy, kept), jax.tree.map(lambda a: a + 1, kept)]
+
+    want = program(append)(layers())
+    compiled = program(sm90.append).lower(layers()).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < kept.k_pages.nbytes
+    for found, expected in zip(jax.tree.leaves(compiled(layers())), jax.tree.leaves(want), strict=True):
+        a, b = (np.nan_to_num(np.asarray(array, np.float32)) for array in (found, expected))
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
