@@ -91,6 +91,13 @@ def quantize_inputs(model: Inkling) -> None:
             layer.mlp.experts.quantize_inputs()
 
 
+def measure_inputs(model: Inkling) -> None:
+    """Have a trace of `model` tell the largest inputs of its experts, whose weights must not be packed."""
+    for layer in model.layers:
+        if not isinstance(layer.mlp, DenseMLP):
+            layer.mlp.measure_inputs = True
+
+
 def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None) -> Iterator[tuple[str, jax.Array]]:
     """The parameters of a model as those of `use_kernels` of it, each weight as soon as all its parts have come.
 

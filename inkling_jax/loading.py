@@ -30,7 +30,7 @@ from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import InputError
-from inkling_jax.expert_storage import choose_kernels, quantize_inputs, repack, use_kernels
+from inkling_jax.expert_storage import choose_kernels, measure_inputs, quantize_inputs, repack, use_kernels
 from inkling_jax.inputs.chat_template import chat_renderer
 from inkling_jax.inputs.images import ImageConfig
 from inkling_jax.inputs.processor import Processor
@@ -90,9 +90,10 @@ def load_model(
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
     on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". activations: "nvfp4" rounds the
     inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
-    path); default not. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it
-    when it is first called, into what memory is left. slots: sequences at once. page_size: tokens a cache page. chunk: prompt
-    tokens a step. tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
+    path), "measured" has `trace` tell the largest inputs of unpacked experts, "moe.j.amax" [T, 2], of w13 and of w2; default
+    neither. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it when it is
+    first called, into what memory is left. slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step.
+    tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
     options = EngineOptions(chunk, tokens_per_call, ahead)
@@ -108,11 +109,16 @@ def load_model(
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
-    plan = open_weights(config, directory, input_scales=bool(activations)) if directory and weights == "checkpoint" else None
+    plan = open_weights(config, directory, input_scales=activations == "nvfp4") if directory and weights == "checkpoint" else None
     heads = DraftSource(config, directory if weights == "checkpoint" else None, model_dtype, seed, quiet)
     layout = dataclasses.replace(layout_of(config, plan, model_dtype, options), draft=heads.declare() if draft else None)
     placed = layout.over(sizes)  # with each rank's own key heads
-    if activations:
+    if activations == "measured":
+        if placed.packed:
+            raise InputError(f"activations={activations!r}: {source} has experts in NVFP4, whose inputs are known")
+        measure_inputs(placed.model)
+        kernels = "reference"
+    elif activations:
         if plan is None or not plan.packed:
             raise InputError(f"activations={activations!r}: {source} has no experts in NVFP4 with a calibration of their inputs")
         quantize_inputs(placed.model)
@@ -212,10 +218,10 @@ def check_options(options: EngineOptions, *, slots: int, page_size: int, max_con
 
 def check_activations(activations: str | None, kernels: str) -> None:
     """Raise InputError for a format that is not known, or that these kernels do not compute in."""
-    if activations not in (None, "nvfp4"):
-        raise InputError(f"activations={activations!r}: expected None (the model's dtype) or 'nvfp4'")
+    if activations not in (None, "nvfp4", "measured"):
+        raise InputError(f"activations={activations!r}: expected None (the model's dtype), 'nvfp4' or 'measured'")
     if activations and kernels == "sm90":
-        raise InputError(f"kernels='sm90': activations={activations!r} are simulated by the reference path alone")
+        raise InputError(f"kernels='sm90': activations={activations!r} are of the reference path alone")
 
 
 def check_mesh(sizes: Mapping[str, int]) -> None:

@@ -42,6 +42,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("bf16", "BF16, as published", YES),
         both("nvfp4", "NVFP4, as published: stays packed on the device, activations are not quantised", YES),
         both("converted", "converted by `python -m inkling_jax.convert SRC DST`", YES),
+        both("quantise", "BF16 to NVFP4: `python -m inkling_jax.convert SRC DST --quantize nvfp4`", YES),
         both("hf_dialect", "`config.json` in the dialect of Transformers, tensors named as published", YES),
         both("hf_names", "tensors renamed by Transformers", NO),
         both("mlx", "MLX, 4 bits", NO),

@@ -21,6 +21,7 @@ from inkling_jax.convert import nvfp4, safetensors_reader, view
 from inkling_jax.convert.accounting import Source
 from inkling_jax.convert.assemble import gate_up
 from inkling_jax.convert.load import load_parameters
+from inkling_jax.convert.quantize import quantize
 from inkling_jax.convert.slices import blocks, extents, joined, moved, whole, within
 from inkling_jax.convert.view import Box, View
 from inkling_jax.convert.weight_map import WeightPlan
@@ -91,7 +92,7 @@ def test_gate_and_up_rows_are_even_and_odd(tmp_path: Path) -> None:
 def test_packed_rows_and_their_scales_split_alike(tmp_path: Path) -> None:
     # row r is the constant r, with a block scale that differs from row to row
     rows = np.repeat(np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)[:, None], 32, axis=1)
-    values, scale, scale2 = nvfp4.quantize(rows[None])
+    values, scale, scale2, _ = (np.asarray(part)[None] for part in quantize(rows))
     save(tmp_path / "model.safetensors", {"values": values, "scale": scale})
     checkpoint = safetensors_reader.Checkpoint.open(tmp_path)
     parts = [np.empty((1, 2, 4, array.shape[-1]), array.dtype) for array in (values, scale)]

@@ -100,6 +100,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "bf16": lambda model: published(model, False),
     "nvfp4": lambda model: published(model, True),
     "converted": lambda model: (ROOT / "inkling_jax/convert/__main__.py").exists(),
+    "quantise": lambda model: (ROOT / "inkling_jax/convert/quantization.py").exists(),
     "hf_dialect": in_the_other_dialect,
     "hf_names": lambda model: names("model.language_model.layers.0.self_attn.q_proj.weight"),
     "mlx": lambda model: names("model.llm.embed.scales") or reads(quantization={"bits": 4, "group_size": 64}),

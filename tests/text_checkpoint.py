@@ -14,12 +14,12 @@ from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 USABLE = 300  # ids: 256 bytes, 26 pairs of letters, 18 control tokens
 
 
-def write_text_checkpoint(directory: Path, **text: Any) -> Path:
+def write_text_checkpoint(directory: Path, nvfp4: bool = True, **text: Any) -> Path:
     """Layer 0 dense and local, layer 1 global with experts in BF16, layer 2 local with packed experts; `text` overrides."""
     directory.mkdir()
     ids = write_demo_tokenizer(directory, USABLE)
     layers = {"num_hidden_layers": 3, "local_layer_ids": [0, 2], "dense_mlp_idx": 1}
     shape = micro_config(**(layers | {"vocab_size": 320, "unpadded_vocab_size": USABLE} | text))
     config = dataclasses.replace(shape, **ids)
-    write_checkpoint(directory, config, seed=4, nvfp4=True)
+    write_checkpoint(directory, config, seed=4, nvfp4=nvfp4)
     return directory

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,14 @@ import numpy as np
 
 from inkling_jax.config import ModelConfig
 from inkling_jax.config_ranks import spread
-from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION, declared_parameters
+from inkling_jax.convert.converted import RECORD, VERSION, declared_parameters
+from inkling_jax.convert.destination import Destination
 from inkling_jax.convert.orbax_store import Grid
 from inkling_jax.convert.progress import size_text
 from inkling_jax.convert.provenance import copied_files, state_of, weight_files
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
-from inkling_jax.errors import CapacityError, CheckpointError
+from inkling_jax.errors import CheckpointError
 from inkling_jax.sharding.collectives import MODEL_AXES
 from inkling_jax.sharding.rules import RULES, Axes, local_shape, ways
 
@@ -58,13 +57,18 @@ class Conversion:
             path: Grid.of(made.shape, dtypes[path].itemsize, _ways(made.shape, axes[path], mesh))
             for path, made in plan.parameters.items()
         }
-        place = Path(os.path.abspath(destination))  # "." has no name to put ".partial" after
+        place = Destination.of(destination).path
         return cls(source, place, plan, dtypes, grids, dict(mesh) if mesh is not None else None)
+
+    @property
+    def place(self) -> Destination:
+        """The destination, and what lies beside it."""
+        return Destination(self.destination)
 
     @property
     def partial(self) -> Path:
         """Where it is written until it is finished."""
-        return self.destination.with_name(self.destination.name + ".partial")
+        return self.place.partial
 
     def nbytes(self, path: str) -> int:
         """Bytes that a parameter takes."""
@@ -77,29 +81,14 @@ class Conversion:
 
     def check_destination(self) -> None:
         """Raise CheckpointError for a place that holds something else."""
-        if os.path.ismount(self.destination) or self.destination.is_symlink():  # nothing can be renamed to that
-            raise CheckpointError(f"{self.destination}: is a mount or a link; give a directory that is not there yet, in it")
-        for place in (self.destination, self.partial):
-            if os.path.lexists(place) and not place.is_dir():
-                raise CheckpointError(f"{place}: exists and is not a directory; give a new one, or an empty one")
         if (self.destination / RECORD).exists():
             raise CheckpointError(f"{self.destination}: holds a finished conversion; --verify compares it with the source")
-        if self.destination.is_dir() and any(self.destination.iterdir()):
-            raise CheckpointError(f"{self.destination}: is not empty; give a new directory, or an empty one")
-        if self.partial.is_dir() and any(self.partial.iterdir()) and not (self.partial / JOURNAL).is_file():
-            raise CheckpointError(f"{self.partial}: is no conversion under way, but where one would be written; remove it")
+        self.place.check()
 
     def check_space(self) -> None:
         """Raise CapacityError unless the disk holds what is still to be written."""
-        written = sum(file.stat().st_size for file in self.partial.rglob("*") if file.is_file())
         total = sum(map(self.nbytes, self.dtypes)) + sum(file.stat().st_size for file in copied_files(self.source))
-        need, free = int(total * _SLACK) - written, self.free_space()
-        if need > free:
-            raise CapacityError(f"{self.destination}: {size_text(need)} are to be written, the disk has {size_text(free)} free")
-
-    def free_space(self) -> int:
-        """Bytes that the disk of the destination has left."""
-        return shutil.disk_usage(next(place for place in self.partial.absolute().parents if place.exists())).free
+        self.place.check_space(int(total * _SLACK))
 
     def lines(self) -> Iterator[str]:
         """What would be written, for people: like parameters of all layers on one line, then the files."""
@@ -112,7 +101,7 @@ class Conversion:
             yield f"{pattern}: {f'{len(paths)} of ' if len(paths) > 1 else ''}{shape}, {dtype}, {size_text(nbytes)}"
         total = sum(map(self.nbytes, self.dtypes))
         files = sum(1 for grid in self.grids.values() for _ in grid.files())
-        yield f"{len(self.dtypes)} parameters, {size_text(total)} in {files} files; {size_text(self.free_space())} free"
+        yield f"{len(self.dtypes)} parameters, {size_text(total)} in {files} files; {size_text(self.place.free_space())} free"
         yield f"copied: {', '.join(file.name for file in copied_files(self.source))}"
         left_out = len(self.plan.deferred) + len(self.plan.unused)
         if left_out:

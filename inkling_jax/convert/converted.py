@@ -18,6 +18,7 @@ from flax import nnx
 
 from inkling_jax.config import ModelConfig
 from inkling_jax.convert.accounting import Source
+from inkling_jax.convert.destination import JOURNAL
 from inkling_jax.convert.header import DTYPES, MAX_JSON_BYTES, TensorInfo, parse_json, regular_file_size, show
 from inkling_jax.convert.orbax_store import STATE, StoredArray
 from inkling_jax.convert.safetensors_reader import Checkpoint
@@ -28,7 +29,6 @@ from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.towers import Towers
 
 RECORD = "conversion.json"
-JOURNAL = "conversion.journal"  # of a conversion under way: what is finished, one JSON object a line
 WEIGHTS = "weights"
 VERSION = 1
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}

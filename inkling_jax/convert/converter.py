@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import threading
 from collections import deque
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from inkling_jax.convert.conversion import Conversion
-from inkling_jax.convert.converted import JOURNAL, RECORD, VERSION, WEIGHTS
+from inkling_jax.convert.converted import RECORD, VERSION, WEIGHTS
+from inkling_jax.convert.destination import JOURNAL, flush
 from inkling_jax.convert.journal import Journal
 from inkling_jax.convert.orbax_store import STATE, ArrayWriter, write_tree
 from inkling_jax.convert.progress import Progress
@@ -130,11 +130,11 @@ def _finish(conversion: Conversion, written: dict[str, dict[str, int]], hashes: 
     partial, copies = conversion.partial, {}
     for file in copied_files(conversion.source):
         shutil.copyfile(file, partial / file.name)
-        _flush(partial / file.name)
+        flush(partial / file.name)
         copies[file.name] = sha256(partial / file.name)
     write_tree(partial / WEIGHTS, conversion.dtypes)
     for file in (*(partial / WEIGHTS).glob("*"), *(partial / WEIGHTS / STATE).glob("*"), partial / WEIGHTS / STATE):
-        _flush(file)
+        flush(file)
     plan = conversion.plan
     record = {
         "version": VERSION,
@@ -147,23 +147,11 @@ def _finish(conversion: Conversion, written: dict[str, dict[str, int]], hashes: 
     }
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     (partial / (RECORD + ".new")).write_text(text, encoding="utf-8")
-    _flush(partial / (RECORD + ".new"))
+    flush(partial / (RECORD + ".new"))
     (partial / (RECORD + ".new")).replace(partial / RECORD)
-    _flush(partial)
-    os.rename(partial, conversion.destination)  # over an empty directory, if there is one
-    _flush(conversion.destination.absolute().parent)
-    (conversion.destination / JOURNAL).unlink()
+    conversion.place.finish()
 
 
 def _entry(conversion: Conversion, path: str, files: dict[str, int]) -> dict[str, Any]:
     made = conversion.plan.parameters[path]
     return {"shape": made.shape, "dtype": conversion.dtypes[path].name, "tensors": made.tensors, "files": files}
-
-
-def _flush(file: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

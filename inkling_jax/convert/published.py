@@ -77,11 +77,12 @@ def _sparse(prefix: str, text: TextConfig, packed: bool) -> Layout:
     }
     for matrix, shape in (("w13", (experts, 2 * inner, width)), ("w2", (experts, width, inner))):
         name = f"{prefix}mlp.experts.{matrix}_weight"
-        layout |= _packed(name, shape) if packed else {name: ("BF16", shape)}
+        layout |= packed_stack(name, shape) if packed else {name: ("BF16", shape)}
     return layout
 
 
-def _packed(name: str, shape: tuple[int, int, int]) -> Layout:
+def packed_stack(name: str, shape: tuple[int, int, int]) -> Layout:
+    """The tensors that stand for a stack [E, O, I] in NVFP4 (spec 7.4)."""
     experts, rows, columns = shape
     return {
         name: ("U8", (experts, rows, columns // 2)),

@@ -35,7 +35,7 @@ def write_checkpoint(
     unless `quiet`. No tokenizer is written. Raises InputError for a directory that already holds weights, or no shards.
     """
     layout = published_tensors(config, nvfp4)
-    total = sum(_nbytes(*entry) for entry in layout.values())
+    total = sum(tensor_bytes(*entry) for entry in layout.values())
     with Progress(total, label=f"writing {directory}", quiet=quiet) as progress:
 
         def write(stream: BinaryIO, name: str) -> None:
@@ -43,7 +43,7 @@ def write_checkpoint(
 
         _write_files(Path(directory), config, layout, shards, write)
     if nvfp4:
-        _write_json(Path(directory) / QUANT_FILE, _quant_config(config))
+        write_json(Path(directory) / QUANT_FILE, quant_config(config))
     return total
 
 
@@ -74,35 +74,41 @@ def _write_files(
     files = _distribute(layout, shards)
     for file, names in files.items():
         with open(directory / file, "wb") as stream:
-            stream.write(_header({name: layout[name] for name in names}))
+            stream.write(file_header({name: layout[name] for name in names}))
             for name in names:
                 write(stream, name)
     weight_map = {name: file for file, names in files.items() for name in names}
-    total = sum(_nbytes(*entry) for entry in layout.values())
-    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(directory / "config.json", config.to_dict())
+    total = sum(tensor_bytes(*entry) for entry in layout.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(directory / "config.json", config.to_dict())
 
 
 def _distribute(layout: Layout, shards: int) -> dict[str, list[str]]:
-    """File -> tensors: the draft head apart, the rest spread evenly by bytes, wide dtypes first so that all stay aligned."""
+    """File -> tensors: the draft head apart, the rest spread evenly by bytes."""
     names = [f"model-{shard + 1:05d}-of-{shards:05d}.safetensors" for shard in range(shards)]
     files: dict[str, list[str]] = {name: [] for name in names}
     loads = [0] * shards
-    for name in sorted(layout, key=lambda name: (-_nbytes(*layout[name]), name)):
+    for name in sorted(layout, key=lambda name: (-tensor_bytes(*layout[name]), name)):
         if name.startswith("model.mtp."):
             files.setdefault(DRAFT_HEAD, []).append(name)
             continue
         shard = loads.index(min(loads))
         files[names[shard]].append(name)
-        loads[shard] += _nbytes(*layout[name])
-    return {file: sorted(part, key=lambda name: (-DTYPES[layout[name][0]].itemsize, name)) for file, part in files.items()}
+        loads[shard] += tensor_bytes(*layout[name])
+    return {file: in_file_order({name: layout[name] for name in part}) for file, part in files.items()}
 
 
-def _header(part: Layout) -> bytes:
+def in_file_order(part: Layout) -> list[str]:
+    """The names of a file's tensors, wide dtypes first so that all stay aligned."""
+    return sorted(part, key=lambda name: (-DTYPES[part[name][0]].itemsize, name))
+
+
+def file_header(part: Layout) -> bytes:
+    """What a safetensors file of these tensors, in this order, begins with."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in part.items():
-        start, end = end, end + _nbytes(dtype, shape)
+        start, end = end, end + tensor_bytes(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -120,7 +126,7 @@ def _write_tensor(stream: BinaryIO, config: ModelConfig, layout: Layout, seed: i
         progress.advance(block.nbytes)
 
 
-def _quant_config(config: ModelConfig) -> dict[str, object]:
+def quant_config(config: ModelConfig) -> dict[str, object]:
     """hf_quant_config.json (spec 1.3): what is left in BF16 is listed by module."""
     text = config.text
     exclude = ["model.llm.embed", "model.llm.unembed", "model.audio*", "model.visual*", "model.mtp*"]
@@ -137,9 +143,11 @@ def _quant_config(config: ModelConfig) -> dict[str, object]:
     return {"quantization": quantization}
 
 
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor's data."""
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def _write_json(file: Path, content: object) -> None:
+def write_json(file: Path, content: object) -> None:
+    """A JSON file as checkpoints have them."""
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

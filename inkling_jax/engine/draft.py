@@ -91,7 +91,7 @@ class DraftRunner:
         hidden, chunk, later = inputs
         model, head = self._programs.model(leaves), nnx.merge(self._graph, jax.tree.unflatten(self._tree, own))
         ragged = dataclasses.replace(chunk.ragged(), slot=jnp.zeros_like(chunk.slot))
-        embedded = [model.embeddings(ids, media) for ids, media in later]
+        embedded = [model.embeddings(jnp.asarray(ids), media) for ids, media in later]
         states, cache = head(hidden, embedded, cache, ragged, context)
         return states, cache
 

@@ -17,7 +17,7 @@ from inkling_jax.kernels.router import Routing
 from inkling_jax.layers.mlp import SharedExperts
 from inkling_jax.layers.param import param
 from inkling_jax.layers.router import Router
-from inkling_jax.sharding.collectives import first_local_expert, sum_over_model
+from inkling_jax.sharding.collectives import first_local_expert, largest_over_model, sum_over_model
 from inkling_jax.sharding.rules import Axes
 
 ExpertWeight = jax.Array | Nvfp4 | Calibrated | Packed
@@ -99,11 +99,15 @@ class SparseMLP(nnx.Module):
         self.shared = SharedExperts(config, dtype)
         self.num_experts = config.num_experts
         self.every_expert = False  # training: all tokens through all experts, see kernels.expert_matmul.every
+        self.measure_inputs = False  # calibration: the tape receives the largest inputs as well
 
     def __call__(
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], tape: dict[str, Array] | None = None
     ) -> Float[Array, "T D"]:
-        """`tape`, where given, receives "experts" (ascending), "weights" and "shared"."""
+        """`tape`, where given, receives "experts" (ascending), "weights" and "shared".
+
+        Where inputs are measured also "amax" [T, 2]: a token's largest magnitude into w13 and, of the experts it chose, into w2.
+        """
         w13, w2 = self.experts()
         held = jax.tree.leaves(w13)[0].shape[0]
         first = first_local_expert(held)
@@ -118,6 +122,9 @@ class SparseMLP(nnx.Module):
             order = jnp.argsort(routing.experts, axis=-1)
             tape["experts"], tape["weights"] = (jnp.take_along_axis(a, order, axis=-1) for a in routing[:2])
             tape["shared"] = routing.shared
+            if self.measure_inputs:
+                assert isinstance(w13, jax.Array)
+                tape["amax"] = largest_over_model(_largest_inputs(x, routing.experts - first, w13))
         return sum_over_model(y.astype(x.dtype))
 
     def _kernels(
@@ -131,3 +138,17 @@ class SparseMLP(nnx.Module):
         step = sm90.plan(tokens, choices, w13, w2, how, sm90.processors(), (*shared, self.shared.count))
         routing, groups = self.router.grouped(x, valid, first, step.grouping)
         return routing, sm90.multiply(x, routing.weights, groups, w13, w2, step, Shared(routing.shared, *shared))
+
+
+def _largest_inputs(x: Float[Array, "T D"], experts: Int[Array, "T A"], w13: Float[Array, "E 2 F D"]) -> Float[Array, "T 2"]:
+    """A token's largest magnitude before w13 and before w2, of those of its experts that are here. Tries all: for calibration."""
+
+    def one(best: Float[Array, " T"], expert: tuple[Array, Array]) -> tuple[Float[Array, " T"], None]:
+        index, weight = expert
+        hidden = jnp.einsum("td,gfd->tgf", x, weight, preferred_element_type=jnp.float32)
+        hidden = (jax.nn.silu(hidden[:, 0]) * hidden[:, 1]).astype(x.dtype).astype(jnp.float32)
+        found = jnp.where((experts == index).any(axis=1), jnp.abs(hidden).max(axis=1), 0)
+        return jnp.maximum(best, found), None
+
+    hidden, _ = jax.lax.scan(one, jnp.zeros(x.shape[0]), (jnp.arange(w13.shape[0]), w13))
+    return jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=1), hidden], axis=1)

@@ -17,6 +17,11 @@ def sum_over_model(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.psum(x, MODEL_AXES)
 
 
+def largest_over_model(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The largest of what all ranks of a replica found."""
+    return jax.lax.pmax(x, MODEL_AXES)
+
+
 def first_local_row(rows: int) -> Int[Array, ""]:
     """Index of this rank's first row of an axis that is split over the model axes into shards of `rows`."""
     return jax.lax.axis_index(MODEL_AXES) * rows
