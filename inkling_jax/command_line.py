@@ -42,7 +42,7 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
         "--kernels",
         choices=("auto", "reference", "sm90"),
         default="auto",
-        help="reference: plain JAX; sm90: Hopper's, on trial (default auto)",
+        help="reference: plain JAX; sm90: Hopper's; auto: sm90 where it can run (default auto)",
     )
 
 

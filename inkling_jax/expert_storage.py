@@ -33,20 +33,20 @@ _SHARED: dict[str, tuple[Axes, Axes]] = {  # axes of a shared weight as it is lo
 def choose_kernels(
     kernels: str, config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int], page_size: int
 ) -> bool:
-    """Whether experts and attention run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" what is known to be best.
+    """Whether experts and attention run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" where they can.
 
-    That is the reference until the kernels' answers and times in a whole model are on record. What is asked for by name never
-    falls back: InputError says why it cannot run here.
+    What was chosen, and why, is logged. What is asked for by name never falls back: InputError says why it cannot run here.
     """
     if kernels not in KERNELS:
         raise InputError(f"kernels={kernels!r}: expected one of {', '.join(KERNELS)}")
     refused = kernels_refused(config, dtype, device_kind, sizes, page_size)
     if kernels == "sm90" and refused is not None:
         raise InputError(f"kernels='sm90': {refused}")
-    if kernels == "auto":
-        reason = refused or "those for Hopper are on trial, kernels='sm90' asks for them"
-        logger.info("kernels: the reference path (plain XLA): %s", reason)
-    return kernels == "sm90"
+    if kernels == "auto" and refused is None:
+        logger.info("kernels: those for Hopper (kernels='reference' for plain XLA)")
+    elif kernels == "auto":
+        logger.info("kernels: the reference path (plain XLA): %s", refused)
+    return kernels != "reference" and refused is None
 
 
 def kernels_refused(

@@ -88,7 +88,7 @@ def load_model(
     weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
     configuration's. mesh: axis sizes, or text such as "tensor=2". max_context: longest sequence; default what memory holds.
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
-    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's, on trial) or "auto". activations: "nvfp4" rounds the
+    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's) or "auto" (sm90 where it can run). activations: "nvfp4" rounds the
     inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
     path), "measured" has `trace` tell the largest inputs of unpacked experts, "moe.j.amax" [T, 2], of w13 and of w2; default
     neither. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it when it is

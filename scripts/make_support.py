@@ -19,7 +19,7 @@ from inkling_jax.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 YES, NO = "yes", "no"
-HOPPER = 'on request (`kernels="sm90"`), H100 or H200, bfloat16'
+HOPPER = "by default, H100 or H200, bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
