@@ -20,7 +20,7 @@ from inkling_jax.benchmarks.ceilings import ReadCeiling, matmul_ceiling, read_ce
 from inkling_jax.benchmarks.rows import Row, make_row, save_rows
 from inkling_jax.benchmarks.shard import Shard, open_shard
 from inkling_jax.benchmarks.table import print_table
-from inkling_jax.benchmarks.timing import device_activity, series_seconds
+from inkling_jax.benchmarks.timing import Activity, device_activity, series_seconds
 from inkling_jax.benchmarks.traffic import Traffic, step_traffic
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.engine.pack import pack_updates
@@ -178,11 +178,17 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         steps_per_call=case.steps,
         page_size=case.page_size,
         repeats=len(seconds),
-        launches=round(activity[0] / case.steps, 1) if activity else None,
-        busy_us=round(activity[1] * 1e6 / case.steps, 1) if activity else None,
+        launches=round(activity.launches / case.steps, 1) if activity else None,
+        busy_us=round(activity.seconds * 1e6 / case.steps, 1) if activity else None,
+        parts_us=_parts(activity, case.steps) if activity else None,
         memory_bytes=_memory(stepper.program),
         **fields,
     )
+
+
+def _parts(activity: Activity, steps: int) -> dict[str, float]:
+    """Microseconds a step of the kernels that take longest, "name xN" for N launches a step."""
+    return {f"{name} x{n / steps:g}": round(spent * 1e6 / steps, 1) for name, (n, spent) in activity.longest.items()}
 
 
 def _traffic_fields(traffic: Traffic) -> dict[str, Any]:

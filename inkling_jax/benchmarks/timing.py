@@ -5,14 +5,17 @@ from __future__ import annotations
 import glob
 import logging
 import math
+import re
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 
 BEST_OF = 5
+NAMED = 12  # kernels that a row names
 CALLS = 5  # dispatched one behind another before waiting: the host's part hides behind the device's
 
 logger = logging.getLogger(__name__)
@@ -45,8 +48,27 @@ def series_seconds(
     return seconds
 
 
-def device_activity(call: Callable[[], Any], device: Any) -> tuple[int, float] | None:
-    """Kernels that a call launches on a GPU and the seconds that they run in all, from a profiler's trace; None elsewhere."""
+class Activity(NamedTuple):
+    """Kernels that a call launched, the seconds that they ran in all, and those of the longest by name, launches beside them."""
+
+    launches: int
+    seconds: float
+    longest: dict[str, tuple[int, float]]
+
+    @classmethod
+    def of(cls, kernels: Iterable[tuple[str, float]]) -> Activity:
+        """Of names and seconds. Names that differ in a number at the end, as XLA's fusions do, are one."""
+        launches, seconds = Counter[str](), Counter[str]()
+        for name, duration in kernels:
+            name = re.sub(r"(_\d+)+$", "", name)
+            launches[name] += 1
+            seconds[name] += duration  # pyright: ignore[reportArgumentType]
+        longest = {name: (launches[name], spent) for name, spent in seconds.most_common(NAMED)}
+        return cls(launches.total(), sum(seconds.values()), longest)
+
+
+def device_activity(call: Callable[[], Any], device: Any) -> Activity | None:
+    """What a call runs on a GPU, from a profiler's trace; None elsewhere."""
     if device.platform != "gpu":
         return None
     options = jax.profiler.ProfileOptions()
@@ -56,20 +78,20 @@ def device_activity(call: Callable[[], Any], device: Any) -> tuple[int, float] |
             with jax.profiler.trace(directory, profiler_options=options):
                 jax.block_until_ready(call())
             files = glob.glob(f"{directory}/**/*.xplane.pb", recursive=True)
-            kernels = [duration for file in files for duration in _kernels(jax.profiler.ProfileData.from_file(file))]
+            kernels = [kernel for file in files for kernel in _kernels(jax.profiler.ProfileData.from_file(file))]
     except Exception as error:  # a profiler that is not allowed or not there must not cost the time that was measured
         logger.warning("launches are not counted, the profiler failed: %s", error)
         return None
     if not kernels:
         logger.warning("launches are not counted, the profiler recorded no kernels")
         return None
-    return len(kernels), sum(kernels)
+    return Activity.of(kernels)
 
 
-def _kernels(trace: Any) -> list[float]:
-    """Seconds of each kernel of a trace: events of the GPU's streams that are no copies or fills."""
+def _kernels(trace: Any) -> list[tuple[str, float]]:
+    """Name and seconds of each kernel of a trace: events of the GPU's streams that are no copies or fills."""
     return [
-        event.duration_ns / 1e9
+        (event.name, event.duration_ns / 1e9)
         for plane in trace.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
