@@ -337,6 +337,9 @@ def test_kernels_of_a_trace_are_counted() -> None:
         event_metadata { key: 1 value { id: 1 name: "loop_fusion" } } }"""
     kernels = timing._kernels(jax.profiler.ProfileData.from_text_proto(text))
     assert [seconds for _, seconds in kernels] == pytest.approx([3e-6, 1e-6])
+    found = timing.Activity.of([*kernels, ("loop_fusion_12", 2e-6)])
+    assert found.launches == 3 and list(found.longest) == ["loop_fusion", "gemm"]
+    assert found.longest["loop_fusion"] == pytest.approx((2, 5e-6)) and found.seconds == pytest.approx(6e-6)
     assert timing.device_activity(lambda: None, jax.devices()[0]) is None
 
 

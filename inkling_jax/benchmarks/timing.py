@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -58,13 +58,13 @@ class Activity(NamedTuple):
     @classmethod
     def of(cls, kernels: Iterable[tuple[str, float]]) -> Activity:
         """Of names and seconds. Names that differ in a number at the end, as XLA's fusions do, are one."""
-        launches, seconds = Counter[str](), Counter[str]()
+        launches, seconds = Counter[str](), defaultdict[str, float](float)
         for name, duration in kernels:
             name = re.sub(r"(_\d+)+$", "", name)
             launches[name] += 1
-            seconds[name] += duration  # pyright: ignore[reportArgumentType]
-        longest = {name: (launches[name], spent) for name, spent in seconds.most_common(NAMED)}
-        return cls(launches.total(), sum(seconds.values()), longest)
+            seconds[name] += duration
+        names = sorted(seconds, key=lambda name: -seconds[name])[:NAMED]
+        return cls(launches.total(), sum(seconds.values()), {name: (launches[name], seconds[name]) for name in names})
 
 
 def device_activity(call: Callable[[], Any], device: Any) -> Activity | None:
