@@ -119,6 +119,16 @@ class Packer:
         self.frames += len(bins)
 
 
+def last_answers(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Whether a token is of its example's last answer, which is the one that is graded; and a number for its example, [L, S]."""
+    lines, length = batch.ids.shape
+    number = np.arange(lines)[:, None] * (length + 1) + batch.example + 1  # 0, length + 1, ...: padding
+    place = np.broadcast_to(np.arange(length), number.shape)
+    read = np.full(lines * (length + 1), -1)
+    np.maximum.at(read, number[batch.target != 2], place[batch.target != 2])
+    return (batch.target == 2) & (place > read[number]), number
+
+
 def to_pixels(patches: np.ndarray) -> np.ndarray:
     """Patches [N, 2, 40, 40, 3] of stills as pixels [N, 40, 40, 3] from 0 to 255; padding is -1."""
     config = ImageConfig()

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import nano_record
 import numpy as np
-from nano_data import Batch, Recipe, batches, make_batch
+from nano_data import Batch, Recipe, batches, last_answers, make_batch
 from nano_model import VOCABULARY, nano_config
 from nano_record import PROCESSING, Progress, Saved
 from nano_step import Modules, State, Trainer
@@ -216,16 +216,14 @@ class Training:
         self.say("saved")
 
     def accuracy(self, batch: Batch, on_device: Batch) -> dict[str, float]:
-        """Teacher forced: answers of which every token is the likeliest, tokens that are, and those of each draft depth."""
+        """Teacher forced: last answers of which every token is the likeliest, tokens that are, and those of each draft depth."""
         rounded = jnp.float32(self.part >= self.options.quantize_from)
         right = [np.asarray(a) for a in self.trainer.correct(self.state.parameters, on_device, rounded)]
-        written = batch.target == 2
-        lines, places = np.nonzero(written)
-        answers = lines * (self.recipe.length + 1) + batch.example[lines, places]
-        wrong = np.unique(answers[~right[0][lines, places]])
-        found = {"exact": 1 - len(wrong) / max(1, len(np.unique(answers)))}
+        graded, number = last_answers(batch)
+        answers, wrong = np.unique(number[graded]), np.unique(number[graded & ~right[0]])
+        found = {"exact": 1 - len(wrong) / max(1, len(answers))}
         for ahead, guessed in enumerate(right, start=1):
-            seen = guessed[written & (batch.offset >= ahead)]
+            seen = guessed[(batch.target == 2) & (batch.offset >= ahead)]
             found["token" if ahead == 1 else f"draft{ahead - 1}"] = float(seen.mean()) if seen.size else 0.0
         return {name: round(value, 4) for name, value in found.items()}
 

@@ -23,7 +23,7 @@ from inkling_jax.evals.nano.tokenizer import processor_config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import nano_record
-from nano_data import Batch, Packer, Recipe, to_pixels
+from nano_data import Batch, Packer, Recipe, last_answers, to_pixels
 from nano_model import nano_config
 from nano_record import Progress, Saved
 from nano_step import Modules, State, Trainer, follows, patches_of
@@ -104,6 +104,16 @@ def test_lines(batch: Batch) -> None:
     assert (batch.tile_place == [16, 17, *range(82, 86)]).all() and (batch.bin_place == [29, 30, 31, *range(83, 86)]).all()
     inside = np.asarray(follows(batch.example, 2))[0]
     assert (np.flatnonzero(~inside) == [12, 13, 25, 26, 37, 38, 39]).all()
+
+
+def test_last_answers() -> None:
+    """Of two answers in an example the last one is graded, and each example has a number of its own."""
+    batch = Batch.empty(dataclasses.replace(RECIPE, length=8))
+    batch.example[:] = [[0, 0, 0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1, -1, -1]]
+    batch.target[:] = [[1, 2, 1, 2, 2, 1, 2, 0], [2, 0, 2, 2, 0, 0, 0, 0]]
+    graded, number = last_answers(batch)
+    assert (graded == [[0, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 0]]).all()
+    assert len(np.unique(number[graded])) == 3 and len(np.unique(number)) == 5
 
 
 def test_pictures(batch: Batch) -> None:
