@@ -18,7 +18,7 @@ from inkling_jax.command_line import is_terminal, print_error, run, set_up_messa
 from inkling_jax.config import PRESETS
 from inkling_jax.errors import InputError
 from inkling_jax.generate_options import SLOTS, make_parser
-from inkling_jax.processes import Place, find_place, join, leave, only_first_speaks
+from inkling_jax.processes import Place, find_place, join, leave, only_first_speaks, together
 from inkling_jax.sources import find_source
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def _generate(args: argparse.Namespace) -> int:
     platform = start_jax()
     attachments = _attachments(args.media, model)
     # one sequence runs at a time; where a token takes long, each is shown as it comes
-    with _load(args, model, slots=1, tokens_per_call=1 if platform == "cpu" else 8) as llm, only_first_speaks(place):
+    tokens_per_call = 1 if platform == "cpu" else 8
+    with together(place), _load(args, model, slots=1, tokens_per_call=tokens_per_call) as llm, only_first_speaks(place):
         load_s = time.monotonic() - start
         if args.chat:
             return _converse(llm, args, params, attachments)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from inkling_jax.errors import InputError
+from inkling_jax.errors import InklingError, InputError
 
 JOIN_S = 300  # that a process waits for the others to start
 LOST_S = 30  # without a sign of life, after which a process counts as dead and jax ends the others
@@ -106,6 +106,18 @@ def only_first_speaks(place: Place | None) -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
+
+
+@contextlib.contextmanager
+def together(place: Place | None) -> Iterator[None]:
+    """Raise InklingError on one line where a step fails that all processes take together."""
+    try:
+        yield
+    except Exception as error:
+        if place is None or type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        who, reason = f"process {place.index} of {place.count}", next(iter(str(error).splitlines()), "")
+        raise InklingError(f"{who}: a step that all take together failed, another has ended or is late: {reason}") from None
 
 
 def leave(code: int) -> int:

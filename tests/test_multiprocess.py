@@ -24,7 +24,8 @@ import inkling_jax
 from inkling_jax import InputError, SamplingParams, generate, processes
 from inkling_jax.convert.load import bytes_to_read
 from inkling_jax.convert.weight_map import WeightPlan
-from inkling_jax.processes import LOST_S, Place, check_processes, find_place, of_all_processes, only_first_speaks
+from inkling_jax.errors import InklingError
+from inkling_jax.processes import LOST_S, Place, check_processes, find_place, of_all_processes, only_first_speaks, together
 from inkling_jax.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,6 +132,18 @@ def test_others_than_the_first_print_nothing(capfd: pytest.CaptureFixture[str]) 
             print(f"{index} to stderr", file=sys.stderr)
             _ = 1 / 0
     assert capfd.readouterr() == ("0 to stdout\n", "0 to stderr\n")
+
+
+def test_a_step_that_fails_between_processes_is_told_on_a_line() -> None:
+    class JaxRuntimeError(RuntimeError):
+        """As jax's is called."""
+
+    with pytest.raises(InklingError, match="^process 1 of 2: .* another has ended or is late: INTERNAL: closed$"):
+        with together(Place(1, 2, None)):
+            raise JaxRuntimeError("INTERNAL: closed\nby peer")
+    for place, error in ((None, JaxRuntimeError("a")), (Place(1, 2, None), JaxRuntimeError("RESOURCE_EXHAUSTED: b"))):
+        with pytest.raises(JaxRuntimeError), together(place):  # memory has a message of its own
+            raise error
 
 
 @pytest.mark.parametrize("options", [["--chat"], ["--input", "a", "--output", "b"], []])
