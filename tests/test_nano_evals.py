@@ -21,7 +21,7 @@ from inkling_jax.evals.nano.media import best_guess, with_media
 from inkling_jax.evals.nano.sequence import training_sequence
 from inkling_jax.evals.nano.tasks import TASKS, make_example
 from inkling_jax.evals.nano.tokenizer import write_processing_files
-from inkling_jax.evals.report import comparison_table, print_table, results_table
+from inkling_jax.evals.report import comparison_cells, print_cells, results_cells
 from inkling_jax.evals.results import Results, TaskResult, read_baseline, read_results, save_results
 from inkling_jax.evals.run import SPARE, run_tasks
 from inkling_jax.evals.statistics import flips, perplexity, share
@@ -248,12 +248,14 @@ def test_results_are_kept(tmp_path: Path) -> None:
 def test_tables_say_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Shares with their intervals; a comparison with flips both ways beside those of the control."""
     before, after = small_results("1101"), small_results("0111", "0110")
-    print_table(results_table(after))
+    print_cells(results_cells(after))
     shown = capsys.readouterr().out
-    assert " ".join(shown.split("\n")[-2].split()) == ("world 4 75.0% 30.1% to 95.4% 1.133 1.133 to 1.133 75.0% - 0 0 0 -")
-    print_table(comparison_table(before, after))
+    assert " ".join(shown.split("\n")[-2].split()) == (
+        "world 4 75.0% (30.1-95.4) 1.133 (1.133-1.133) 75.0% (30.1-95.4) - 0 0 0 -"
+    )
+    print_cells(comparison_cells(before, after))
     shown = capsys.readouterr().out
-    assert " ".join(shown.split("\n")[-2].split()) == "world 4 75.0% 75.0% +0.0 1 1 1 1 0"
+    assert " ".join(shown.split("\n")[-2].split()) == "all 4 75.0% 75.0% +0.0 1 1 1 1 0"
 
 
 @pytest.mark.parametrize(

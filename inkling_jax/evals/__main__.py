@@ -18,6 +18,7 @@ from inkling_jax.command_line import (
     start_jax,
 )
 from inkling_jax.errors import InputError
+from inkling_jax.sources import own_model
 
 CONTEXT = 1024  # tokens of a conversation and its answer at most
 CHUNK = 64  # prompt tokens a step: so few that all steps with prompts are of one size, and one program
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m inkling_jax.evals", description=(__doc__ or "").splitlines()[0], epilog=EXAMPLES)
     parser.add_argument("suite", choices=("nano",), help="the tasks: those that the nano model is trained on")
-    parser.add_argument("--model", required=True, metavar="M", help="checkpoint directory or hub id")
+    own = own_model()
+    shown = f" (default {own}, the package's own)" if own else ""
+    parser.add_argument("--model", default=own, required=own is None, metavar="M", help=f"checkpoint directory or hub id{shown}")
     items = parser.add_argument_group("items")
     items.add_argument("--tasks", metavar="NAME,...", help="which (default: all)")
     items.add_argument("--limit", type=int, default=100, metavar="N", help="items of each task (default %(default)s)")
@@ -85,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     items = {"tasks": tasks, "seed": args.seed, "limit": args.limit}
     before = read_baseline(args.baseline, **items) if args.baseline is not None else None
     start_jax()
-    from inkling_jax.evals.report import comparison_table, print_table, results_table
+    from inkling_jax.evals.report import comparison_cells, print_cells, results_cells
     from inkling_jax.evals.run import run_tasks
     from inkling_jax.llm import load
 
@@ -99,9 +102,9 @@ def _run(args: argparse.Namespace) -> int:
     } | results.about
     if args.output is not None:
         save_results(args.output, results)
-    print_table(results_table(results))
+    print_cells(results_cells(results))
     if before is not None:
-        print_table(comparison_table(before, results))
+        print_cells(comparison_cells(before, results))
     return OK
 
 

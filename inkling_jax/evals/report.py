@@ -4,67 +4,69 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from inkling_jax.evals.results import Results, TaskResult
-from inkling_jax.evals.statistics import flips, perplexity, share
+from inkling_jax.evals.statistics import Interval, flips, perplexity, share
 
 _WIDTH = 200  # where no terminal says how wide it is
 
 
-def results_table(results: Results) -> Table:
-    """A line a task: its accuracy and perplexity, each with its 95% interval, drafts by depth, and what went wrong otherwise."""
+class Cells(NamedTuple):
+    """A table as texts: what it is about, headings, and rows that begin with the name of a task."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def results_cells(results: Results) -> Cells:
+    """A row a task: accuracy, perplexity and draft acceptance by depth, with 95% intervals, and what went wrong otherwise."""
     depths = max((len(task.drafts) for task in results.tasks.values()), default=0)
-    about = {name: value for name, value in results.about.items() if value not in (None, "")}
-    table = _table(", ".join(f"{name} {value}" for name, value in about.items()))
-    headings = ["items", "right", "95%", "perplexity", "95%", *(f"draft {k + 1}" for k in range(depths))]
-    for heading in (*headings, "valid calls", "runaways", "unclosed thinking", "empty", "best blind guess"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, task in results.tasks.items():
-        table.add_row(name, *_cells(task, depths))
-    return table
+    drafts = [f"draft {depth + 1}" for depth in range(depths)]
+    counts = ["valid calls", "runaways", "unclosed thinking", "empty", "best blind guess"]
+    rows = [[name, *_found(task, depths)] for name, task in results.tasks.items()]
+    return Cells(_told(results), ["task", "items", "right", "perplexity", *drafts, *counts], rows)
 
 
-def comparison_table(before: Results, after: Results) -> Table:
-    """A line a task of both: items lost and gained, whether that is chance, and how many flipped in the control of either."""
-    table = _table("before: " + ", ".join(f"{name} {value}" for name, value in before.about.items()))
-    for heading in ("items", "before", "after", "points", "lost", "gained", "McNemar p", "control lost", "control gained"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def comparison_cells(before: Results, after: Results) -> Cells:
+    """A row a task of both: items lost and gained, whether that is chance, and how many flipped in the control of either."""
+    headings = ["task", "items", "before", "after", "points", "lost", "gained", "McNemar p", "control lost", "control gained"]
     both = [name for name in after.tasks if name in before.tasks]
-    for name in both:
-        table.add_row(name, *_compared([before.tasks[name]], [after.tasks[name]]))
-    if len(both) > 1:
-        table.add_row("all", *_compared([before.tasks[name] for name in both], [after.tasks[name] for name in both]))
-    return table
+    pairs = {name: ([before.tasks[name]], [after.tasks[name]]) for name in both}
+    pairs["all"] = ([before.tasks[name] for name in both], [after.tasks[name] for name in both])
+    return Cells(f"before: {_told(before)}", headings, [[name, *_compared(*pair)] for name, pair in pairs.items()])
 
 
-def print_table(table: Table) -> None:
+def print_cells(cells: Cells) -> None:
     """Print to standard output."""
+    table = Table(box=None, pad_edge=False)
+    for n, heading in enumerate(cells.headings):
+        table.add_column(heading, justify="right" if n else "left", no_wrap=True)
+    for row in cells.rows:
+        table.add_row(*row)
+    print(cells.title)
     Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table)
 
 
-def _table(title: str) -> Table:
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("task", no_wrap=True)
-    return table
+def _told(results: Results) -> str:
+    return ", ".join(f"{name} {value}" for name, value in results.about.items() if value is not None)
 
 
-def _cells(task: TaskResult, depths: int) -> list[str]:
-    right, loss = share(sum(task.right), len(task.right)), perplexity(task.losses, task.tokens)
-    drafts = [_percent(share(*task.drafts[k]).value) if k < len(task.drafts) else "-" for k in range(depths)]
-    valid = _percent(sum(task.valid) / len(task.valid)) if task.valid else "-"
+def _found(task: TaskResult, depths: int) -> list[str]:
+    loss = perplexity(task.losses, task.tokens)
+    drafts = [_share(*task.drafts[depth]) if depth < len(task.drafts) else "-" for depth in range(depths)]
     return [
         str(len(task.right)),
-        _percent(right.value),
-        f"{_percent(right.low)} to {_percent(right.high)}",
-        f"{loss.value:.3f}",
-        f"{loss.low:.3f} to {loss.high:.3f}",
+        _share(sum(task.right), len(task.right)),
+        f"{loss.value:.3f} ({loss.low:.3f}-{loss.high:.3f})",
         *drafts,
-        valid,
+        _share(sum(task.valid), len(task.valid)) if task.valid else "-",
         *(str(sum(flags)) for flags in (task.runaway, task.unclosed, task.empty)),
-        _percent(task.blind) if task.blind else "-",
+        f"{task.blind:.1%}" if task.blind else "-",
     ]
 
 
@@ -75,7 +77,7 @@ def _compared(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> list
     rates = [sum(flags) / len(flags) for flags in (first, second)]
     return [
         str(len(first)),
-        *map(_percent, rates),
+        *(f"{rate:.1%}" for rate in rates),
         f"{100 * (rates[1] - rates[0]):+.1f}",
         str(changed.lost),
         str(changed.gained),
@@ -85,5 +87,6 @@ def _compared(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> list
     ]
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
+def _share(successes: int, total: int) -> str:
+    found: Interval = share(successes, total)
+    return f"{found.value:.1%} ({100 * found.low:.1f}-{100 * found.high:.1f})"

@@ -60,41 +60,47 @@ def run_tasks(
 def _run_task(llm: LLM, examples: list[Example], control: bool, drafts: int) -> TaskResult:
     assert llm.tokenizer is not None
     result = TaskResult()
-    sequences = [training_sequence(example, llm.tokenizer) for example in examples]
-    prompts = [llm.chat_prompt(e.messages[:-1], tools=e.tools, effort=e.effort) for e in examples]
-    lengths = [len(sequence.token_ids) - len(prompt.token_ids) for sequence, prompt in zip(sequences, prompts, strict=True)]
-    sampling = [SamplingParams(temperature=0, max_tokens=max(0, 2 * length) + SPARE) for length in lengths]
-    made = llm.generate(prompts, sampling)
-    for example, prompt, completion in zip(examples, prompts, made, strict=True):
-        _add(result, example, told_apart(llm.tokenizer, completion, prompt.token_ids))
+    made = answers(llm, examples)
+    for example, (_, _, answer) in zip(examples, made, strict=True):
+        _add(result, example, answer)
     if control:
-        again = llm.generate(prompts[::-1], sampling[::-1])[::-1]
-        answers = [told_apart(llm.tokenizer, made, prompt.token_ids) for made, prompt in zip(again, prompts, strict=True)]
-        result.again = [grade(example, _given(answer)) for example, answer in zip(examples, answers, strict=True)]
-    for sequence in sequences:
-        loss, tokens = target_loss(llm, sequence)
+        again = answers(llm, examples[::-1])[::-1]
+        result.again = [grade(example, given(answer)) for example, (_, _, answer) in zip(examples, again, strict=True)]
+    for example in examples:
+        loss, tokens = target_loss(llm, training_sequence(example, llm.tokenizer))
         result.losses.append(loss)
         result.tokens.append(tokens)
-    guessed = [guesses(llm, prompt, completion) for prompt, completion in zip(prompts[:drafts], made, strict=False)]
+    guessed = [guesses(llm, prompt, completion) for prompt, completion, _ in made[:drafts]]
     result.drafts = [(sum(good for good, _ in depth), sum(total for _, total in depth)) for depth in zip(*guessed, strict=True)]
     result.blind = best_guess(examples) if examples[0].task in MEDIA_TASKS else 0.0
     return result
 
 
+def answers(llm: LLM, examples: Sequence[Example]) -> list[tuple[Prompt, Completion, ChatCompletion]]:
+    """Greedy answers, each with its prompt; one may be twice as long as the right one, and SPARE tokens longer."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    prompts = [llm.chat_prompt(e.messages[:-1], tools=e.tools, effort=e.effort) for e in examples]
+    wholes = [len(training_sequence(example, tokenizer).token_ids) for example in examples]
+    lengths = [max(0, whole - len(prompt.token_ids)) for whole, prompt in zip(wholes, prompts, strict=True)]
+    made = llm.generate(prompts, [SamplingParams(temperature=0, max_tokens=2 * length + SPARE) for length in lengths])
+    return [(prompt, one, told_apart(tokenizer, one, prompt.token_ids)) for prompt, one in zip(prompts, made, strict=True)]
+
+
+def given(answer: ChatCompletion) -> Given:
+    """An answer as `grade` takes it."""
+    return Given(answer.content, answer.reasoning, answer.tool_calls)
+
+
 def _add(result: TaskResult, example: Example, answer: ChatCompletion) -> None:
-    given = _given(answer)
     called = bool(answer.tool_calls or answer.malformed_calls)
     found = oddities(Outcome(answer.finish_reason, answer.content, answer.reasoning, called))
-    result.right.append(grade(example, given))
+    result.right.append(grade(example, given(answer)))
     result.runaway.append(answer.finish_reason == "length")
     result.unclosed.append("unclosed thinking" in found)
     result.empty.append("empty" in found)
     if example.task == "tools" and not isinstance(example.answer, str):
-        result.valid.append(is_valid_call(example, given))
-
-
-def _given(answer: ChatCompletion) -> Given:
-    return Given(answer.content, answer.reasoning, answer.tool_calls)
+        result.valid.append(is_valid_call(example, given(answer)))
 
 
 def target_loss(llm: LLM, sequence: TrainingSequence) -> tuple[float, int]:
