@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -25,6 +26,12 @@ from inkling_jax.model import flat_parameters
 from inkling_jax.random_weights import local_leaves, random_leaves
 from inkling_jax.sharding.collectives import MODEL_AXES
 from inkling_jax.sharding.rules import partition_spec
+
+
+def check_draft_mesh(sizes: Mapping[str, int]) -> None:
+    """Raise InputError for a mesh that the draft head does not run on."""
+    if sizes["data"] > 1:
+        raise InputError(f"mesh data={sizes['data']}: the draft head runs on a mesh of one replica, use tensor and expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,7 @@ class DraftSource:
         Raises InputError where there is none, CapacityError where a device has no memory left for it.
         """
         mesh = programs.mesh
+        check_draft_mesh(mesh.shape)
         config = spread(self.config, math.prod(mesh.shape[axis] for axis in MODEL_AXES))
         head, layers = self.declare(config), config.draft_layers
         assert layers is not None

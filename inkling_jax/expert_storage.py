@@ -98,6 +98,14 @@ def measure_inputs(model: Inkling) -> None:
             layer.mlp.measure_inputs = True
 
 
+def spread_experts(model: Inkling, dtype: jnp.dtype) -> Inkling:
+    """`model`, its routed experts declared as spread over all replicas of a mesh."""
+    for layer in model.layers:
+        if not isinstance(layer.mlp, DenseMLP):
+            layer.mlp.spread_experts(dtype)
+    return model
+
+
 def repack(parameters: Iterable[tuple[str, jax.Array]], mesh: Mesh | None = None) -> Iterator[tuple[str, jax.Array]]:
     """The parameters of a model as those of `use_kernels` of it, each weight as soon as all its parts have come.
 

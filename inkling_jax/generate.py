@@ -84,6 +84,7 @@ def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: 
         weights=args.weights,
         dtype=args.dtype,
         mesh=args.mesh,
+        experts_over=args.experts_over,
         max_context=args.max_context,
         kv_memory=args.kv_memory,
         kernels=args.kernels,

@@ -151,7 +151,14 @@ def _add_model_options(parser: Parser) -> None:
         "--weights", choices=("checkpoint", "random"), default="checkpoint", help="random: the shape alone, for trials"
     )
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in (default: the checkpoint's)")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread over, such as tensor=8 (default: one device)")
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="devices to spread over, such as tensor=8 or data=2,tensor=4, or auto: all here (default: one device)",
+    )
+    group.add_argument(
+        "--experts-over", choices=("data",), help="spread the experts over the replicas of data=N as well (default: within each)"
+    )
     group.add_argument(
         "--max-context", type=int, metavar="N", help="longest prompt and answer in tokens (default: what memory holds)"
     )

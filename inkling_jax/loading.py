@@ -23,7 +23,7 @@ from inkling_jax.convert.load import bytes_to_read, stream_parameters
 from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.spread import spread_plan
 from inkling_jax.convert.weight_map import WeightPlan
-from inkling_jax.draft_loading import DraftSource
+from inkling_jax.draft_loading import DraftSource, check_draft_mesh
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
@@ -37,7 +37,7 @@ from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.segments import Segment
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
-from inkling_jax.memory import Layout, Memory, fit_model, most_positions
+from inkling_jax.memory import Layout, Memory, choose_mesh, declare_decoder, fit_model, mesh_text, most_positions
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.processes import check_processes, first_on_host, of_all_processes
 from inkling_jax.random_weights import packed_experts, random_parameters
@@ -70,6 +70,7 @@ def load_model(
     weights: str = "checkpoint",
     dtype: str | None = None,
     mesh: str | Mapping[str, int] | None = None,
+    experts_over: str | None = None,
     max_context: int | None = None,
     kv_memory: int | str | None = None,
     kernels: str = "auto",
@@ -86,7 +87,9 @@ def load_model(
     """Load `source`: a checkpoint directory, a preset's name or a hub id.
 
     weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
-    configuration's. mesh: axis sizes, or text such as "tensor=2". max_context: longest sequence; default what memory holds.
+    configuration's. mesh: axis sizes, text such as "data=2,tensor=4", or "auto": of all devices here, as the plan says.
+    experts_over: "data" spreads routed experts over the replicas as well, default within each. max_context: longest sequence;
+    default what memory holds.
     kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
     on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's) or "auto" (sm90 where it can run). activations: "nvfp4" rounds the
     inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
@@ -99,19 +102,30 @@ def load_model(
     options = EngineOptions(chunk, tokens_per_call, ahead)
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
     check_activations(activations, kernels)
+    check_experts_over(experts_over, activations, kernels)
     directory, config = _find(source, weights)
     model_dtype = choose_dtype(dtype, config)
-    sizes = mesh_sizes(mesh)
-    check_mesh(sizes)
-    check_processes(sizes)
-    device_mesh = make_mesh(sizes)
+    automatic = mesh == "auto"
+    sizes = {} if automatic else mesh_sizes(mesh)
+    if not automatic:
+        check_processes(sizes)
+        make_mesh(sizes)  # refuses what there are no devices for before anything is read
     tokenizer = Tokenizer.from_directory(directory, config) if directory and (directory / "tokenizer.json").exists() else None
     images = ImageConfig.from_directory(directory) if directory else ImageConfig()
     render_chat = chat_renderer(directory, tokenizer)  # a template that cannot be parsed is refused before weights are read
     stop_ids = resolve_stop_ids(directory, tokenizer, config)
     plan = open_weights(config, directory, input_scales=activations == "nvfp4") if directory and weights == "checkpoint" else None
     heads = DraftSource(config, directory if weights == "checkpoint" else None, model_dtype, seed, quiet)
-    layout = dataclasses.replace(layout_of(config, plan, model_dtype, options), draft=heads.declare() if draft else None)
+    layout = layout_of(config, plan, model_dtype, options, experts_over == "data")
+    layout = dataclasses.replace(layout, draft=heads.declare() if draft else None)
+    request = CacheRequest(slots, page_size, most_positions(options), max_context)
+    if automatic:
+        sizes = choose_mesh(layout, request)
+    if experts_over and sizes["data"] == 1:
+        raise InputError(f"experts_over={experts_over!r}: mesh {mesh_text(sizes)} has one replica")
+    if draft:
+        check_draft_mesh(sizes)
+    device_mesh = make_mesh(sizes)
     placed = layout.over(sizes)  # with each rank's own key heads
     if activations == "measured":
         if placed.packed:
@@ -125,9 +139,9 @@ def load_model(
         kernels = "reference" if kernels == "auto" else kernels
     model, towers, text = placed.model, placed.towers, placed.text
     processor = Processor(config, tokenizer, towers.names, images)
-    request = CacheRequest(slots, page_size, most_positions(options), max_context)
     shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
+    kernels = "reference" if experts_over else kernels
     if choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
         model = use_kernels(layout_of(placed.config, plan, model_dtype, options).model)
         parameters = repack(parameters, device_mesh)
@@ -161,7 +175,9 @@ def _find(source: str | os.PathLike[str], weights: str) -> tuple[Path | None, Mo
     return (found, ModelConfig.from_directory(found)) if isinstance(found, Path) else (None, preset(found))
 
 
-def layout_of(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, options: EngineOptions) -> Layout:
+def layout_of(
+    config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, options: EngineOptions, experts_over_data: bool = False
+) -> Layout:
     """The model as it is declared: what the plan found, or without one the shape of an NVFP4 release.
 
     Towers are those that the configuration has, and the checkpoint, where there is one.
@@ -169,7 +185,8 @@ def layout_of(config: ModelConfig, plan: WeightPlan | None, dtype: jnp.dtype, op
     packed = plan.packed if plan else packed_experts(config.text)
     towers = Towers.of(config, plan.towers if plan else ("vision", "audio"), dtype)
     media = KEEP_BYTES if flat_parameters(towers) else 0
-    return Layout(config, Inkling(config.text, packed, dtype), towers, dtype, packed, options.chunk, media)
+    model = declare_decoder(config.text, packed, dtype, experts_over_data)
+    return Layout(config, model, towers, dtype, packed, options.chunk, media, experts_over_data=experts_over_data)
 
 
 def _parameters(
@@ -191,9 +208,9 @@ def _parameters(
 
 def _create_state(text: TextConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> EngineState:
     """An empty state, made where it belongs."""
-    create = functools.partial(create_state, text, shape, dtype, text.usable_vocab_size)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(jax.eval_shape(create)))
-    return jax.jit(create, out_shardings=shardings)()
+    create = functools.partial(create_state, text, shape, dtype, mesh.shape)
+    specs = state_specs(jax.eval_shape(create))
+    return jax.jit(jax.shard_map(create, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
 
 
 def _in_order(model: Inkling | Towers, arrays: Mapping[str, jax.Array]) -> list[jax.Array]:
@@ -224,10 +241,14 @@ def check_activations(activations: str | None, kernels: str) -> None:
         raise InputError(f"kernels='sm90': activations={activations!r} are of the reference path alone")
 
 
-def check_mesh(sizes: Mapping[str, int]) -> None:
-    """Raise InputError for an axis that the engine cannot use yet."""
-    if sizes["data"] > 1:
-        raise InputError(f"mesh data={sizes['data']}: replicas are not supported yet, use tensor and expert")
+def check_experts_over(experts_over: str | None, activations: str | None, kernels: str) -> None:
+    """Raise InputError for an axis that experts cannot be spread over, or with what they cannot."""
+    if experts_over not in (None, "data"):
+        raise InputError(f"experts_over={experts_over!r}: expected None (within a replica) or 'data' (over all of them)")
+    if experts_over and kernels == "sm90":
+        raise InputError("kernels='sm90': experts that are spread over replicas are of the reference path alone")
+    if experts_over and activations == "measured":
+        raise InputError("activations='measured': not with experts that are spread over replicas")
 
 
 def choose_dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
@@ -241,9 +262,10 @@ def choose_dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
 
 def _summary(layout: Layout, shape: CacheShape, memory: Memory, mesh: Mesh) -> str:
     pages = f"{shape.global_pages:,} pages of global and {shape.local_pages:,} of local layers, {shape.page_size} tokens each"
+    each = f" in each of {mesh.shape['data']} replicas" if mesh.shape["data"] > 1 else ""
     return (
         f"{layout.text.num_layers} layers, {layout.dtype.name}, {mesh.size} x {mesh.devices.flat[0].device_kind}; "
         f"a device holds weights of {size_text(sum(memory.weights.values()))} and a cache of "
         f"{size_text(sum(memory.cache.values()))}: {pages}, {shape.slots + 1} rows of convolution state; "
-        f"{shape.global_pages * shape.page_size:,} tokens in all, at most {shape.max_context:,} a sequence"
+        f"{shape.global_pages * shape.page_size:,} tokens in all{each}, at most {shape.max_context:,} a sequence"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from inkling_jax.engine.pack import SCORE_CHUNK
 from inkling_jax.engine.shapes import SMALLEST_CHUNK, bucket
 from inkling_jax.engine.state import create_state
 from inkling_jax.errors import CapacityError, ConfigError, InputError
+from inkling_jax.expert_storage import spread_experts
 from inkling_jax.layers.mtp import DraftHead
 from inkling_jax.model import Inkling, Packed, flat_parameters
 from inkling_jax.processes import of_all_processes
@@ -34,6 +36,8 @@ from inkling_jax.sharding.mesh import AXES
 from inkling_jax.sharding.rules import local_shape
 from inkling_jax.towers import Towers
 from inkling_jax.workspace import step_workspace
+
+logger = logging.getLogger(__name__)
 
 MARGIN = 0.03  # of a device's memory, left for what the allocator cannot use and the formula for a step misses
 MOST_DEVICES = 64  # of a mesh that is proposed
@@ -97,6 +101,7 @@ class Layout:
     chunk: int  # prompt tokens a step
     media: int = 0  # bytes for rows of media
     draft: DraftHead | None = None
+    experts_over_data: bool = False  # routed experts are spread over replicas
     _spread: dict[ModelConfig, Layout] = dataclasses.field(default_factory=dict)
 
     @property
@@ -113,7 +118,7 @@ class Layout:
         if config == self.config:
             return self
         if config not in self._spread:
-            model = Inkling(config.text, self.packed, self.dtype)
+            model = declare_decoder(config.text, self.packed, self.dtype, self.experts_over_data)
             draft = DraftHead.of(config, self.dtype) if self.draft is not None else None
             self._spread[config] = dataclasses.replace(self, config=config, model=model, draft=draft, _spread={})
         return self._spread[config]
@@ -136,7 +141,7 @@ class Layout:
         return Memory(
             weights=self.weights(sizes),
             cache=cache_bytes(self.over(sizes).text, shape, self.dtype.itemsize, sizes),
-            slots=self._slot_bytes(shape),
+            slots=self.over(sizes)._slot_bytes(shape, sizes),
             media=self.media,
             workspace=self._workspace(shape, sizes),
         )
@@ -145,9 +150,9 @@ class Layout:
         """The same where every sequence may reach the request's context."""
         return self.memory(fit_cache(self.over(sizes).text, request, UNLIMITED, self.dtype.itemsize, sizes), sizes)
 
-    def _slot_bytes(self, shape: CacheShape) -> int:
+    def _slot_bytes(self, shape: CacheShape, sizes: Mapping[str, int]) -> int:
         none = dataclasses.replace(self.text, num_layers=0, local_layers=(), dense_layers=())
-        state = jax.eval_shape(lambda: create_state(none, shape, self.dtype, self.text.usable_vocab_size))
+        state = jax.eval_shape(lambda: create_state(none, shape, self.dtype, sizes))
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
 
     def _workspace(self, shape: CacheShape, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -166,9 +171,16 @@ class Layout:
                 page_size=shape.page_size,
                 logits=logits,
                 packed=bool(self.packed),
+                replicas=sizes.get("data", 1) if self.experts_over_data else 1,
             )
             for name, (tokens, rows, logits) in programs.items()
         }
+
+
+def declare_decoder(text: TextConfig, packed: Packed, dtype: jnp.dtype, experts_over_data: bool) -> Inkling:
+    """The decoder, and whether its routed experts are spread over replicas."""
+    model = Inkling(text, packed, dtype)
+    return spread_experts(model, dtype) if experts_over_data else model
 
 
 def most_positions(options: EngineOptions) -> int:
@@ -192,6 +204,12 @@ def memory_of(device: Any, devices: int) -> tuple[int, int]:
     if not stats:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices, 0
     return stats["bytes_limit"], stats["bytes_in_use"]
+
+
+def _memory_everywhere(device: Any, devices: int) -> tuple[int, int]:
+    """`memory_of` where least is left: it differs from host to host, and all must come to the same cache."""
+    total, taken = min(of_all_processes(memory_of(device, devices)), key=lambda found: usable(found[0]) - found[1])
+    return total, taken
 
 
 def usable(device_memory: int) -> int:
@@ -227,6 +245,41 @@ def smallest_mesh(layout: Layout, request: CacheRequest, device_memory: int, lea
     return None
 
 
+def choose_mesh(layout: Layout, request: CacheRequest) -> dict[str, int]:
+    """A mesh of the devices here: as many of them as can be used, as few replicas as the model divides over and fits.
+
+    One replica over all answers a request soonest and has the largest cache for it. Where experts are spread over replicas it is
+    the other way round. Where none fits it is the largest that divides, so that `fit_model` tells what is lacking.
+    """
+    devices = len(jax.devices())
+    total, taken = _memory_everywhere(jax.local_devices()[0], devices)
+    few = dataclasses.replace(request, max_context=request.max_context or request.page_size)
+    divided: list[dict[str, int]] = []
+    for sizes in _meshes_here(devices, layout.experts_over_data):
+        try:
+            needed = layout.full(few, sizes)
+        except ConfigError:
+            continue
+        divided.append(sizes)
+        if needed.total <= usable(total) - taken:
+            logger.info(
+                "mesh auto: %s on %d of %d devices, the fewest replicas that the model divides over and fits: "
+                "%d bytes a device are needed, of %d there %d can be used",
+                mesh_text(sizes), math.prod(sizes.values()), devices, needed.total, total, usable(total) - taken,
+            )  # fmt: skip
+            return sizes
+    return divided[0]
+
+
+def _meshes_here(devices: int, many_replicas: bool) -> Iterator[dict[str, int]]:
+    """Meshes of all devices, then, in a single process, of fewer; of few replicas first, and among equals more of `tensor`."""
+    for count in range(devices, 0, -1) if jax.process_count() == 1 else (devices,):
+        for data in sorted((n for n in range(1, count + 1) if count % n == 0), reverse=many_replicas):
+            ranks = count // data
+            for expert in (n for n in range(1, ranks + 1) if ranks % n == 0):
+                yield {"data": data, "tensor": ranks // expert, "expert": expert}
+
+
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """A mesh as its option is written."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tensor=1"
@@ -239,8 +292,7 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
     naming a parameter that does not divide over the mesh.
     """
     sizes, device = dict(mesh.shape), mesh.local_devices[0]
-    # what is there differs from host to host, and all must come to the same cache
-    total, taken = min(of_all_processes(memory_of(device, mesh.size)), key=lambda found: usable(found[0]) - found[1])
+    total, taken = _memory_everywhere(device, mesh.size)
     free = usable(total) - taken
     known, text = layout.full(request, sizes), layout.over(sizes).text
     weights = sum(known.weights.values())

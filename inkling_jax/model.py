@@ -94,6 +94,9 @@ class Inkling(nnx.Module):
         return rows if media is None else jnp.where(media.present[:, None], media.rows, rows)
 
     def logits(self, z: Float[Array, "B D"]) -> Float[Array, "B usable"]:
-        """float32 logits of normed states over the usable vocabulary; muP divides here and nowhere else."""
-        logits = gather_vocabulary(linear(z, self.unembed[...], jnp.float32))
-        return logits[:, : self.usable_vocab_size] / self.logits_divisor
+        """float32 logits of normed states over the usable vocabulary."""
+        return gather_vocabulary(self.local_logits(z))[:, : self.usable_vocab_size]
+
+    def local_logits(self, z: Float[Array, "B D"]) -> Float[Array, "B local"]:
+        """Those of this rank's part of the vocabulary, padding included; muP divides here and nowhere else."""
+        return linear(z, self.unembed[...], jnp.float32) / self.logits_divisor

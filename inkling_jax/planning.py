@@ -21,7 +21,7 @@ from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.errors import CheckpointError, ConfigError, InputError
 from inkling_jax.layers.mtp import DraftHead
-from inkling_jax.loading import check_mesh, check_options, choose_dtype, layout_of
+from inkling_jax.loading import check_options, choose_dtype, layout_of
 from inkling_jax.memory import (
     UNLIMITED,
     Layout,
@@ -149,7 +149,6 @@ def answer(
     options = EngineOptions(chunk=chunk)
     check_options(options, slots=batch, page_size=page_size, max_context=context)
     sizes = mesh_sizes(mesh)
-    check_mesh(sizes)
     config, plan = _find(model, release_format, draft)
     layout = layout_of(config, plan, choose_dtype(dtype, config), options)
     if draft:

@@ -5,7 +5,6 @@ The sizes of loops come from the kernels themselves. A test holds the sums again
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from inkling_jax.config import AttentionConfig, TextConfig
@@ -27,13 +26,15 @@ def step_workspace(
     page_size: int,
     logits: int,
     packed: bool,
+    replicas: int = 1,
 ) -> int:
     """Bytes on one rank of a mesh with axis `sizes`, for `tokens` query tokens of `rows` sequences of up to `context` tokens.
 
-    `itemsize`: bytes of an activation. `logits`: tokens whose logits are computed. `packed`: some experts are NVFP4. For the
-    reference kernels; those for Hopper take less. Weights, cache and the step's inputs are not counted.
+    `itemsize`: bytes of an activation. `logits`: tokens whose logits are computed. `packed`: some experts are NVFP4. `replicas`:
+    over so many experts are spread, each with as many tokens. For the reference kernels; those for Hopper take less. Weights,
+    cache and the step's inputs are not counted.
     """
-    ways = math.prod(sizes.values())
+    ways = sizes.get("tensor", 1) * sizes.get("expert", 1)
     width = config.hidden_size
     residual = tokens * width * (itemsize + 2 * F32)
     attention = max(
@@ -41,7 +42,7 @@ def step_workspace(
         for geometry in (config.global_attention, config.local_attention)
     )
     dense = tokens * config.dense_width // ways * (2 * F32 + F32 + itemsize) if any(config.dense_layers) else 0
-    sparse = 0 if all(config.dense_layers) else _experts(config, sizes, itemsize, tokens, packed)
+    sparse = 0 if all(config.dense_layers) else _experts(config, sizes, itemsize, tokens, packed, replicas)
     head = logits * config.vocab_size * 2 * F32 + min(logits, rows) * config.vocab_size * 2 * F32  # the latter to sample from
     return int(residual + max(attention, dense, sparse, head))
 
@@ -61,13 +62,14 @@ def _attention(
     return gathered + scores + sums + answers
 
 
-def _experts(config: TextConfig, sizes: Mapping[str, int], itemsize: int, tokens: int, packed: bool) -> float:
+def _experts(config: TextConfig, sizes: Mapping[str, int], itemsize: int, tokens: int, packed: bool, replicas: int) -> float:
     """The answers of all tiles, and beside them the weights of a few or the answers in token order."""
-    held, hidden = config.num_experts // sizes.get("expert", 1), config.expert_width // sizes.get("tensor", 1)
-    width, chosen = config.hidden_size, tokens * config.num_experts_per_token
+    held, hidden = config.num_experts // sizes.get("expert", 1) // replicas, config.expert_width // sizes.get("tensor", 1)
+    width, chosen = config.hidden_size, tokens * replicas * config.num_experts_per_token
     rows, count = tile_sizes(chosen, held)
     group = tiles_at_once(count, 2 * hidden * width)
     weights = group * 3 * hidden * width * (itemsize + (NVFP4_BYTES if packed else 0))
     products = group * rows * (width * itemsize + hidden * (2 * F32 + itemsize))
     answers = -(-count // group) * group * rows * width * itemsize
-    return answers + max(weights + products, chosen * width * F32)
+    exchanged = tokens * replicas * width * (itemsize + F32) if replicas > 1 else 0
+    return exchanged + answers + max(weights + products, chosen * width * F32)

@@ -25,7 +25,7 @@ from inkling_jax.engine.engine import Engine, EngineOptions, Output
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.engine.state import EngineState, create_state
-from inkling_jax.engine.steps import Programs
+from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.sharding.mesh import make_mesh
 from inkling_jax.towers import Towers
@@ -80,12 +80,12 @@ def engine(
     shared = model(directory)
     config, shape = shared.config, shape or cache_shape()
     assert max(chunk, tokens_per_call * (ahead + 2)) <= shape.max_query
-    state = create_state(config.text, shape, jnp.float32, config.text.usable_vocab_size)
+    state = create_state(config.text, shape, jnp.float32)
     assert isinstance(config.eos_token_id, int)
     return Engine(
         shared.programs,
         leaves or shared.leaves,
-        jax.device_put(state, shared.sharding),
+        jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(shared.programs.mesh, spec), state_specs(state))),
         config.text,
         shape,
         banned=tuple(i for i in (config.image_token_id, config.audio_token_id) if i is not None),

@@ -67,7 +67,7 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
     for layer in model.layers:
         layer.use_kernels()
     shape = CacheShape(slots=3, page_size=64, global_pages=12, local_pages=12, max_context=256, max_query=32)
-    state = jax.eval_shape(lambda: create_state(text, shape, jnp.bfloat16, 500))
+    state = jax.eval_shape(lambda: create_state(text, shape, jnp.bfloat16))
     programs, leaves = Programs(model, make_mesh(sizes), jnp.bfloat16), list(local_leaves(model, {}).values())
     nothing: Any = {"global": [], "local": []}
     greedy = Sampling("greedy", None, ())

@@ -96,7 +96,7 @@ def test_a_step_holds_no_second_pool_and_no_logits_of_a_prompt(name, tiny):
     model = Inkling(config, frozenset(), jnp.float32)
     programs = Programs(model, shared.programs.mesh, jnp.float32)
     leaves = [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.state(model))]
-    state = jax.eval_shape(lambda: create_state(config, shape, jnp.float32, config.usable_vocab_size))
+    state = jax.eval_shape(lambda: create_state(config, shape, jnp.float32))
     sampling, no_pages = Sampling("greedy", None, ()), {"global": [], "local": []}
     if name == "prefill":
         inputs = pack_chunk([(0, (0,) * 100, 0, True), (1, (0,) * 28, 0, True)], no_pages, shape, 128)

@@ -158,7 +158,7 @@ def test_a_decode_step_updates_the_cache_in_place(oracle_dir: Callable[..., Path
     config = ModelConfig.from_directory(directory).text
     model = Inkling(config, plan_of(directory).packed, jnp.bfloat16)
     shape = CacheShape(slots=4, page_size=64, global_pages=1 << 14, local_pages=1 << 14, max_context=4096, max_query=128)
-    state = jax.eval_shape(lambda: create_state(config, shape, jnp.bfloat16, config.usable_vocab_size))
+    state = jax.eval_shape(lambda: create_state(config, shape, jnp.bfloat16))
     leaves = list(local_leaves(model, {}).values())
     inputs = (pack_slots([0, 1, 2], shape, 4), pack_updates({"global": [], "local": []}, 16))
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """The device sampler against an independent formulation in float64 numpy, and what must hold of every row whatever its batch."""
 
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from modules import on_one_device
 
 from inkling_jax.engine import sampler
 from inkling_jax.engine.request import SamplingParams, request_key
@@ -17,7 +19,14 @@ from inkling_jax.errors import CapacityError, InputError
 V = 12
 LOGITS = np.array([1.5, -0.3, 2.0, 0.7, -1.2, 1.1, 0.0, 2.4, -0.8, 0.4, 1.9, -2.0], np.float32)
 PROMPT, OUTPUT = (0, 3, 3, 4), (7, 7, 2, 3, 11)  # history of the rows below
-draw = jax.jit(sample, static_argnames=("banned", "mode", "top_logprobs"))
+
+
+@functools.partial(jax.jit, static_argnames=("banned", "mode", "top_logprobs"))
+def draw(logits, state, slots, **static):
+    """`sample` on a mesh of one device."""
+    return on_one_device(functools.partial(sample, vocab=logits.shape[1], **static))(logits, state, slots)
+
+
 advance = jax.jit(sampler.advance, donate_argnums=0)
 
 
@@ -101,9 +110,7 @@ SETTINGS = {
 def many_draws():
     """20,000 draws with every setting: one key, and a step of its own for each draw."""
     rows = 20_000
-    many = jax.jit(
-        lambda s, g: sample(jnp.tile(LOGITS, (rows, 1)), widen(s, g), jnp.arange(rows), banned=(8,), mode="full").tokens
-    )
+    many = jax.jit(lambda s, g: draw(jnp.tile(LOGITS, (rows, 1)), widen(s, g), jnp.arange(rows), banned=(8,), mode="full").tokens)
 
     def widen(state, generated):
         return dataclasses.replace(jax.tree.map(lambda x: jnp.repeat(x[:1], rows, 0), state), generated=generated)
@@ -295,11 +302,12 @@ def test_rows_that_are_not_live_leave_the_state_alone():
 def test_admit_cleans_a_slot_donates_and_compiles_once():
     used = filled([SamplingParams(**SETTINGS["all"]), SamplingParams(top_k=2)])
     values = slot_values(SamplingParams(top_p=0.4, stop_token_ids=[3]), (), V, request_key(9))
-    compiled = sampler._admit._cache_size()
+    program = sampler._admitter(jax.tree.map(lambda array: array.sharding, used))
+    compiled = program._cache_size()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = admit(used, 0, values, prompt_row([1], V))
-    assert used.output_counts.is_deleted() and used.prompt_seen.is_deleted() and sampler._admit._cache_size() == compiled
+    assert used.output_counts.is_deleted() and used.prompt_seen.is_deleted() and program._cache_size() == compiled
     fresh = admit(SamplerState.create(2, V), 0, values, prompt_row([1], V))
     for field in dataclasses.fields(fresh):
         ours, theirs = np.asarray(getattr(again, field.name)), np.asarray(getattr(fresh, field.name))

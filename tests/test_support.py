@@ -22,7 +22,7 @@ from inkling_jax.config import PRESETS, ModelConfig, preset
 from inkling_jax.convert.foreign import refuse_foreign_directory, refuse_foreign_names
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.expert_storage import choose_kernels, kernels_refused
-from inkling_jax.loading import Loaded, check_mesh, choose_dtype, layout_of, load_model
+from inkling_jax.loading import Loaded, choose_dtype, layout_of, load_model
 from inkling_jax.memory import Layout
 from inkling_jax.planning import answer, published_plan
 from inkling_jax.sharding.mesh import mesh_sizes
@@ -132,7 +132,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "mesh": lambda model: all(divides(model, tensor=n, expert=m) for n in (1, 2, 4, 8) for m in (1, 2, 4, 8) if n * m <= 8),
     "kv_copies": lambda model: divides(model, tensor=16) or divides(model, tensor=4, expert=4),
     "auto_mesh": lambda model: works(lambda: mesh_sizes("auto")),
-    "data": lambda model: works(lambda: check_mesh(mesh_sizes("data=2"))),
+    "data": lambda model: divides(model, data=2, tensor=2),
     "experts_over_data": lambda model: accepts("--experts-over"),
     "processes": lambda model: "jax.distributed" in SOURCE,
     "one_gpu": lambda model: fits(model, 1, "141GB"),

@@ -49,7 +49,7 @@ def compiled_bytes(config: TextConfig, sizes: dict[str, int], program: str, toke
     empty = CacheShape(rows, PAGE, 0, 0, context, tokens)
     widths = {"global_pages": rows * empty.table_width(None), "local_pages": rows * empty.table_width(512)}
     shape = dataclasses.replace(empty, **widths)
-    state = jax.eval_shape(lambda: create_state(config, shape, jnp.dtype(jnp.float32), config.usable_vocab_size))
+    state = jax.eval_shape(lambda: create_state(config, shape, jnp.dtype(jnp.float32)))
     state = jax.tree.map(placed, state, state_specs(state))
     updates = pack_updates({"global": [], "local": []}, 4 * rows)
     one_each = jnp.zeros(rows, jnp.int32)

@@ -81,8 +81,7 @@ class Shard:
 
     def abstract_state(self, shape: CacheShape) -> EngineState:
         """The engine's state for this rank, without memory."""
-        vocab = min(self.leaves["unembed"].shape[0], self.config.usable_vocab_size)
-        return jax.eval_shape(lambda: create_state(self.config, shape, DTYPE, vocab, self.sizes))
+        return jax.eval_shape(lambda: create_state(self.config, shape, DTYPE, self.sizes))
 
     def random_state(self, shape: CacheShape) -> EngineState:
         """A state in which every slot owns all pages of its tables, shuffled, and caches hold random numbers. No slot is live."""

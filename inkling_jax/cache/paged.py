@@ -7,6 +7,7 @@ the window, so their page table is a ring: absolute page a lives in column a % w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def layer_arrays(config: TextConfig, shape: CacheShape, layer: int) -> dict[str,
     return {"k_pages": kv, "v_pages": kv, "k_conv": heads, "v_conv": heads, "attn_conv": wide, "mlp_conv": wide}
 
 
-def create_cache(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes: dict[str, int] | None = None) -> Cache:
+def create_cache(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes: Mapping[str, int] | None = None) -> Cache:
     """An empty cache for one rank of a mesh with axis sizes `sizes` (default: one device). Each array is its own buffer."""
     layers = []
     for layer in range(config.num_layers):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
@@ -20,7 +20,8 @@ from inkling_jax.engine import sampler
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
-from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_decode
+from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_decode, side_by_side
+from inkling_jax.engine.replicas import Replicas
 from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
 from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
 from inkling_jax.engine.shapes import SAMPLINGS, Shapes, smallest
@@ -79,19 +80,19 @@ class Engine:
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.drafts: DraftRunner | None = None  # once something asks for it
-        self.scheduler = Scheduler(
-            Limits(
-                slots=shape.slots,
-                page_size=shape.page_size,
-                global_pages=shape.global_pages,
-                local_pages=shape.local_pages,
-                global_width=shape.table_width(None),
-                local_width=shape.table_width(window),
-                window=window,
-                max_context=shape.max_context,
-                chunk=options.chunk,
-            )
+        limits = Limits(
+            slots=shape.slots,
+            page_size=shape.page_size,
+            global_pages=shape.global_pages,
+            local_pages=shape.local_pages,
+            global_width=shape.table_width(None),
+            local_width=shape.table_width(window),
+            window=window,
+            max_context=shape.max_context,
+            chunk=options.chunk,
         )
+        self.replicas = programs.mesh.shape["data"]
+        self.scheduler = Scheduler(limits) if self.replicas == 1 else Replicas(limits, self.replicas)
         self._seeds = np.random.default_rng(entropy)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -166,9 +167,10 @@ class Engine:
             for begin, end in self._pieces(sequence):
                 chunk, context = self._chunk([(sequence, begin, end)])
                 (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
-                count = end - begin
+                first = self._replica(sequence) * (len(chunk.token_ids) // self.replicas)
+                own = slice(first, first + end - begin)
                 # cut on the host: on the device each count would be a program of its own
-                yield np.asarray(logits)[:count], {name: np.asarray(value)[:count] for name, value in tape.items()}
+                yield np.asarray(logits)[own], {name: np.asarray(value)[own] for name, value in tape.items()}
 
     def draft_logits(self, token_ids: SequenceOf[int], media: tuple[MediaItem, ...] = ()) -> Iterator[list[np.ndarray]]:
         """Of each chunk of a prompt in turn, the logits [t, usable] of each depth of the draft head (teacher forced).
@@ -239,7 +241,7 @@ class Engine:
         key = request_key(int(self._seeds.integers(1 << 63)) if seed is None else seed, request.sample)
         values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
         values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
-        row = sampler.prompt_row(request.prompt_ids, self.vocab)
+        row = sampler.prompt_row(request.prompt_ids, self.state.sampler.prompt_seen.shape[1])
         self.state = dataclasses.replace(self.state, sampler=sampler.admit(self.state.sampler, sequence.slot, values, row))
 
     def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
@@ -250,25 +252,29 @@ class Engine:
         for sequence in ending:
             sequence.dispatched = 1
             self.media.release(sequence)
-        rows = [(row, s) for row, (s, _, end) in enumerate(parts) if end == s.prompt_length]
-        self._launched(rows, sampled)
+        lots, count = self._lots(parts, lambda part: part[0]), len(chunk.slot) // self.replicas
+        rows = [(r * count + i, part[0]) for r, lot in enumerate(lots) for i, part in enumerate(lot)]
+        self._launched([(row, sequence) for row, sequence in rows if sequence in ending], sampled)
 
     def _dispatch_decode(self, sequences: list[Sequence]) -> None:
         steps = self.options.tokens_per_call
-        entries: Entries = {"global": [], "local": []}
-        longest = 0
-        for sequence in sequences:
-            end = min(sequence.prompt_length + sequence.dispatched - 1 + steps, sequence.total)
-            self._grow(sequence, sequence.position, end, entries)
-            sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
-            longest = max(longest, end)
-        inputs = pack_decode([s.slot for s in sequences], entries, self.shape, smallest(self.shapes.rows, len(sequences)), steps)
+        lots, packed, longest = self._lots(sequences, lambda sequence: sequence), [], 0
+        rows = smallest(self.shapes.rows, max(map(len, lots)))
+        for lot in lots:
+            entries: Entries = {"global": [], "local": []}
+            for sequence in lot:
+                end = min(sequence.prompt_length + sequence.dispatched - 1 + steps, sequence.total)
+                self._grow(sequence, sequence.position, end, entries)
+                sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
+                longest = max(longest, end)
+            packed.append(pack_decode([self._own_slot(s) for s in lot], entries, self.shape, rows, steps))
+        inputs = side_by_side(packed)
         context = smallest(self.shapes.contexts, longest)
         sampling = self._sampling(sequences)
         sampled, self.state = self.programs.decode(
             self.leaves, self.state, inputs, context=context, sampling=sampling, steps=steps
         )
-        self._launched(list(enumerate(sequences)), sampled)
+        self._launched([(r * rows + i, s) for r, lot in enumerate(lots) for i, s in enumerate(lot)], sampled)
 
     def _launched(self, rows: list[tuple[int, Sequence]], sampled: Sampled) -> None:
         self._step += 1
@@ -293,19 +299,40 @@ class Engine:
 
     def _chunk(self, parts: list[tuple[Sequence, int, int]]) -> tuple[Chunk, int]:
         """The device's view of prompt parts (sequence, begin, end), and the context bucket that holds them."""
-        entries: Entries = {"global": [], "local": []}
-        for sequence, begin, end in parts:
-            self._grow(sequence, begin, end, entries)
-        packed = [(s.slot, s.request.prompt_ids[begin:end], begin, end == s.prompt_length) for s, begin, end in parts]
-        chunk = pack_chunk(packed, entries, self.shape, smallest(self.shapes.chunks, sum(end - begin for _, begin, end in parts)))
-        for sequence, _, _ in parts:
-            self.media.admit(sequence, sequence.request.media)
-        chunk = dataclasses.replace(chunk, media=self.media.rows(len(chunk.token_ids), parts))
+        lots, chunks, firsts = self._lots(parts, lambda part: part[0]), [], []
+        places = smallest(self.shapes.chunks, max(sum(end - begin for _, begin, end in lot) for lot in lots))
+        for r, lot in enumerate(lots):
+            entries: Entries = {"global": [], "local": []}
+            packed, first = [], r * places
+            for sequence, begin, end in lot:
+                self._grow(sequence, begin, end, entries)
+                ids = sequence.request.prompt_ids[begin:end]
+                packed.append((self._own_slot(sequence), ids, begin, end == sequence.prompt_length))
+                firsts.append(first)
+                first += end - begin
+                self.media.admit(sequence, sequence.request.media)
+            chunks.append(pack_chunk(packed, entries, self.shape, places))
+        in_order = [part for lot in lots for part in lot]
+        chunk = dataclasses.replace(side_by_side(chunks), media=self.media.rows(self.replicas * places, in_order, firsts))
         return chunk, smallest(self.shapes.contexts, max(end for _, _, end in parts))
+
+    def _lots[T](self, items: SequenceOf[T], owner: Callable[[T], Sequence]) -> list[list[T]]:
+        """What belongs to the sequences of each replica."""
+        lots: list[list[T]] = [[] for _ in range(self.replicas)]
+        for item in items:
+            lots[self._replica(owner(item))].append(item)
+        return lots
+
+    def _replica(self, sequence: Sequence) -> int:
+        return sequence.slot // (self.shape.slots + 1)
+
+    def _own_slot(self, sequence: Sequence) -> int:
+        """Its number in its replica."""
+        return sequence.slot % (self.shape.slots + 1)
 
     def _grow(self, sequence: Sequence, begin: int, end: int, entries: Entries) -> None:
         for name, new in self.scheduler.grow(sequence, begin, end).items():
-            entries[name] += [(sequence.slot, column, page) for column, page in new]
+            entries[name] += [(self._own_slot(sequence), column, page) for column, page in new]
 
     def _sampling(self, sequences: list[Sequence]) -> Sampling:
         params = [s.request.params for s in sequences]

@@ -87,11 +87,16 @@ class MediaRunner:
         """Forget where the rows of a prompt go; what was kept by content stays."""
         self._placed.pop(owner, None)
 
-    def rows(self, places: int, parts: Iterable[tuple[Hashable, int, int]]) -> MediaRows | None:
-        """Rows for prompt parts (owner, begin, end) that lie end to end in `places` tokens; None where no token wants one."""
+    def rows(
+        self, places: int, parts: Sequence[tuple[Hashable, int, int]], firsts: Sequence[int] | None = None
+    ) -> MediaRows | None:
+        """Rows for prompt parts (owner, begin, end) that begin at these of `places` tokens; None where no token wants one.
+
+        firsts: by default they lie end to end.
+        """
         wanted: dict[int, tuple[jax.Array, np.ndarray]] = {}
-        at = 0
-        for owner, begin, end in parts:
+        firsts = np.cumsum([0, *(end - begin for _, begin, end in parts)]).tolist() if firsts is None else firsts
+        for at, (owner, begin, end) in zip(firsts, parts, strict=False):
             for run, first, count, place in self._placed[owner]:
                 tokens = np.arange(max(begin, place), min(end, place + count))
                 number, row = np.divmod(first + tokens - place, PIECE_ROWS)
@@ -99,7 +104,6 @@ class MediaRunner:
                     piece = run.pieces[n]
                     _, index = wanted.setdefault(id(piece), (piece, np.full(places, PIECE_ROWS, np.int32)))
                     index[(at + tokens - begin)[number == n]] = row[number == n]
-            at += end - begin
         if not wanted:
             return None
         pieces = list(wanted.values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from inkling_jax.cache.paged import CacheShape
@@ -23,6 +25,11 @@ def context_bucket(length: int, shape: CacheShape) -> int:
     while bound < length:
         bound *= 4
     return min(bound, -(-shape.max_context // shape.page_size) * shape.page_size)
+
+
+def side_by_side[T](inputs: Sequence[T]) -> T:
+    """The inputs of all replicas as those of a step: replica after replica along the first axis of every array."""
+    return inputs[0] if len(inputs) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *inputs)
 
 
 def pack_slots(slots: list[int], shape: CacheShape, rows: int) -> np.ndarray:

@@ -1,24 +1,28 @@
 """Sampling inside the jitted step: settings of each slot, penalties, filters and Gumbel-max; a row depends on its own slot alone.
 
-The head has already cut the logits to the usable vocabulary V. Slots are 0 .. slots - 1, and one more, the last, is reserved for
-the padding rows of a step. Indices are checked on the host: out of range, the device would clamp or drop them in silence.
+Each rank has the columns v of the logits that its part of the head makes, and of what is known of each id; of what it finds there
+it offers the best, so that tokens and candidates are exchanged and not logits. Slots are 0 .. slots - 1, and one more, the last,
+is reserved for the padding rows of a step. Indices are checked on the host: out of range, the device would clamp or drop them in
+silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from inkling_jax.engine.filters import keep_best
 from inkling_jax.engine.request import GREEDY_BELOW, MAX_BIAS_IDS, MAX_STOP_IDS, NO_LIMIT, SamplingParams
 from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.sharding.collectives import first_local_row, gather_ranks, gather_vocabulary, local_columns
 
 Mode = Literal["greedy", "sample", "full"]
 NO_STOP = -1  # fills the table of stop ids; only ever compared
@@ -29,7 +33,7 @@ HUGE = float(np.finfo(np.float32).max)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """Settings and history of every slot; S = slots + 1, V the usable vocabulary."""
+    """Settings and history of every slot; S = slots + 1, V the vocabulary's rows, padding included, or a rank's part of them."""
 
     temperature: Float[Array, " S"]
     top_k: Int[Array, " S"]
@@ -145,13 +149,20 @@ def admit(state: SamplerState, slot: int, values: Mapping[str, np.ndarray], prom
         raise CapacityError(f"slot {slot} is not one of the {slots} slots of the sampler")
     if prompt_seen.shape != (vocab,):
         raise InputError(f"prompt_seen must have the vocabulary's shape ({vocab},), got {prompt_seen.shape}")
-    return _admit(state, np.int32(slot), dict(values), prompt_seen)
+    return _admitter(jax.tree.map(lambda array: array.sharding, state))(state, np.int32(slot), dict(values), prompt_seen)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _admit(state: SamplerState, slot: Int[Array, ""], values: dict[str, Array], prompt_seen: Bool[Array, " V"]) -> SamplerState:
-    rows = values | {"generated": 0, "output_counts": 0, "prompt_seen": prompt_seen}
-    return replace(state, **{name: getattr(state, name).at[slot].set(row, mode="drop") for name, row in rows.items()})
+@cache
+def _admitter(shardings: SamplerState) -> Callable[..., SamplerState]:
+    """The program that admits, for a state that lies as `shardings` say, and does so afterwards."""
+
+    def write(
+        state: SamplerState, slot: Int[Array, ""], values: dict[str, Array], prompt_seen: Bool[Array, " V"]
+    ) -> SamplerState:
+        rows = values | {"generated": 0, "output_counts": 0, "prompt_seen": prompt_seen}
+        return replace(state, **{name: getattr(state, name).at[slot].set(row, mode="drop") for name, row in rows.items()})
+
+    return jax.jit(write, donate_argnums=0, out_shardings=shardings)
 
 
 def advance(state: SamplerState, slots: Int[Array, " B"], tokens: Int[Array, " B"], live: Bool[Array, " B"]) -> SamplerState:
@@ -164,11 +175,25 @@ def advance(state: SamplerState, slots: Int[Array, " B"], tokens: Int[Array, " B
     )
 
 
+class _Offer(NamedTuple):
+    """What a rank has for each row: its best score and that id, and of the logits what all together make probabilities of."""
+
+    score: Float[Array, " B"]
+    token: Int[Array, " B"]
+    logit: Float[Array, " B"]  # of the token
+    peak: Float[Array, " B"]  # the largest logit
+    mass: Float[Array, " B"]  # sum of exp(logit - peak); 0 without an id
+    finite: Int[Array, " B"]
+    top_logits: Float[Array, "B n"]
+    top_ids: Int[Array, "B n"]
+
+
 def sample(
-    logits: Float[Array, "B V"],
+    logits: Float[Array, "B v"],
     state: SamplerState,
     slots: Int[Array, " B"],
     *,
+    vocab: int,
     banned: tuple[int, ...] = (),
     mode: Mode,
     top_logprobs: int = 0,
@@ -178,29 +203,40 @@ def sample(
     The order: bias and bans, stop ids banned before min_tokens, repetition, frequency and presence penalties, temperature, top-k,
     top-p, min-p, then Gumbel-max. `mode` "full" does it all, "sample" leaves out biases, penalties and filters, "greedy" the
     noise as well. The noise of a row comes from its slot's key and its count of tokens alone, so neither the batch around it nor
-    its slot nor the mode changes a token. `banned`, `mode` and `top_logprobs` (n) are static.
+    its slot nor the mode nor the mesh changes a token. `vocab` ids are real; columns past them hold anything. `vocab`, `banned`,
+    `mode` and `top_logprobs` (n) are static. To be called on a mesh; ranks exchange their offers once, and filters, which ask
+    for the whole distribution, gather the scores before that.
     """
+    width = logits.shape[1]
+    first = first_local_row(width)
+    ids = first + jnp.arange(width, dtype=jnp.int32)
     generated = state.generated[slots]
     temperature = state.temperature[slots][:, None]
     scores = logits
     if mode == "full":
-        scores = scores.at[jnp.arange(slots.shape[0])[:, None], state.bias_ids[slots]].add(state.bias_values[slots], mode="drop")
-    scores = jnp.where(_forbidden(state, slots, banned), -jnp.inf, scores)
+        own = state.bias_ids[slots] - first
+        own = jnp.where(own < 0, NO_ID, own)
+        scores = scores.at[jnp.arange(slots.shape[0])[:, None], own].add(state.bias_values[slots], mode="drop")
+    scores = jnp.where(_forbidden(state, slots, banned, ids) | (ids >= vocab), -jnp.inf, scores)
     if mode == "full":
         scores = _penalize(scores, state, slots)
-        scores = keep_best(scores, temperature, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+        whole = gather_vocabulary(scores)
+        scores = local_columns(keep_best(whole, temperature, state.top_k[slots], state.top_p[slots], state.min_p[slots]), width)
     if mode != "greedy":
         # equal to scores / temperature + noise in order, but it needs no division and is exactly the scores at temperature 0
-        scores = scores + temperature * _gumbel(state.key[slots], generated, logits.shape[1])
-    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    finite = jnp.isfinite(logits).all(axis=-1) & (_at(scores, tokens) > -jnp.inf)
+        scores = scores + temperature * _gumbel(state.key[slots], generated, ids)
+    offers = gather_ranks(_offer(scores, logits, first, ids < vocab, top_logprobs))
+    chosen = jnp.argmax(offers.score, axis=0)
+    tokens, logit = _at(offers.token.T, chosen), _at(offers.logit.T, chosen)
+    finite = (offers.finite == 1).all(axis=0) & (_at(offers.score.T, chosen) > -jnp.inf)
     tokens = jnp.where(finite, tokens, 0)
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    best, top_ids = jax.lax.top_k(logits, top_logprobs)
+    peak = offers.peak.max(axis=0)
+    normalizer = peak + jnp.log((offers.mass * jnp.exp(offers.peak - peak)).sum(axis=0))
+    best, top_ids = _best_of(offers.top_logits, offers.top_ids, top_logprobs)
     is_stop = (state.stop_ids[slots] == tokens[:, None]).any(axis=-1)
     return SampleResult(
         tokens=tokens,
-        logprob=jnp.where(finite, _at(logits, tokens) - normalizer, 0.0),
+        logprob=jnp.where(finite, logit - normalizer, 0.0),
         top_ids=jnp.where(finite[:, None], top_ids, 0),
         top_logprobs=jnp.where(finite[:, None], best - normalizer[:, None], 0.0),
         stopped=finite & is_stop,  # before min_tokens there is none, they are banned
@@ -209,14 +245,46 @@ def sample(
     )
 
 
+def _offer(
+    scores: Float[Array, "B v"], logits: Float[Array, "B v"], first: Int[Array, ""], real: Bool[Array, " v"], top: int
+) -> _Offer:
+    """This rank's offer, where its columns begin with the id `first` and only some are `real`."""
+    masked = jnp.where(real, logits, -jnp.inf)
+    column = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    peak = masked.max(axis=-1)
+    mass = jnp.exp(masked - jnp.where(peak > -jnp.inf, peak, 0.0)[:, None]).sum(axis=-1)
+    top_logits, top_columns = jax.lax.top_k(masked, min(top, masked.shape[1]))
+    return _Offer(
+        score=_at(scores, column),
+        token=first + column,
+        logit=_at(masked, column),
+        peak=peak,
+        mass=mass,
+        finite=(jnp.isfinite(logits) | ~real).all(axis=-1).astype(jnp.int32),
+        top_logits=top_logits,
+        top_ids=first + top_columns,
+    )
+
+
+def _best_of(
+    logits: Float[Array, "ranks B n"], ids: Int[Array, "ranks B n"], count: int
+) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
+    """The best of all ranks' best, descending; of equal ones the lower ids, which earlier ranks have."""
+    flat, flat_ids = (jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1) for a in (logits, ids))
+    best, place = jax.lax.top_k(flat, count)
+    return best, jnp.take_along_axis(flat_ids, place, axis=-1)
+
+
 def _at(rows: Float[Array, "B V"], ids: Int[Array, " B"]) -> Float[Array, " B"]:
     """The entry of each row at its id."""
     return jnp.take_along_axis(rows, ids[:, None], axis=-1)[:, 0]
 
 
-def _forbidden(state: SamplerState, slots: Int[Array, " B"], banned: tuple[int, ...]) -> Bool[Array, "B V"]:
-    """Ids that a row may not take now. Compared one by one, so that it fuses into what reads it and no [B, V, ids] exists."""
-    ids = jnp.arange(state.output_counts.shape[1], dtype=jnp.int32)[None]
+def _forbidden(
+    state: SamplerState, slots: Int[Array, " B"], banned: tuple[int, ...], ids: Int[Array, " v"]
+) -> Bool[Array, "B v"]:
+    """Of these ids those that a row may not take now. Compared one by one, so that it fuses into what reads it."""
+    ids = ids[None]
     early = state.generated[slots] < state.min_tokens[slots]
     stops = jnp.where(early[:, None], state.stop_ids[slots], NO_STOP)
     forbidden = jnp.zeros((slots.shape[0], ids.shape[1]), bool)
@@ -237,15 +305,19 @@ def _penalize(scores: Float[Array, "B V"], state: SamplerState, slots: Int[Array
     return jnp.minimum(scores, HUGE)  # a small repetition penalty can overflow, and inf - inf would follow
 
 
-def _gumbel(key: UInt32[Array, "B 2"], step: Int[Array, " B"], vocab: int) -> Float[Array, "B {vocab}"]:
-    """Gumbel noise of a row from its key and step, by 32 random bits: from -2.9 to 22.9, finite, fine in the upper tail.
+def _gumbel(key: UInt32[Array, "B 2"], step: Int[Array, " B"], ids: Int[Array, " v"]) -> Float[Array, "B v"]:
+    """Gumbel noise of a row at these ids, from its key and step by 32 random bits: -2.9 to 22.9, finite, fine in the upper tail.
 
     The usual 23 bits reach 16 only, and at this vocabulary the best draws would often be equal.
     """
 
-    def bits(key: UInt32[Array, " 2"], step: Int[Array, ""]) -> UInt32[Array, " V"]:
+    def bits(key: UInt32[Array, " 2"], step: Int[Array, ""]) -> UInt32[Array, " v"]:
+        """What jax.random.bits of the whole vocabulary has at the ids, which is a hash of each id."""
         wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
-        return jax.random.bits(jax.random.fold_in(wrapped, step), (vocab,), jnp.uint32)
+        folded = jax.random.key_data(jax.random.fold_in(wrapped, step))
+        low = ids.astype(jnp.uint32)
+        high, low = jnp.split(threefry_2x32((folded[0], folded[1]), jnp.concatenate([jnp.zeros_like(low), low])), 2)
+        return high ^ low
 
     uniform = (jax.vmap(bits)(key, step).astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))

@@ -27,6 +27,7 @@ class Limits:
     window: int
     max_context: int
     chunk: int  # prompt tokens a step
+    first_slot: int = 0  # that its slots are numbered from
 
 
 class Sequence:
@@ -70,7 +71,7 @@ class Scheduler:
     def __init__(self, limits: Limits):
         self.limits = limits
         self.pools = {"global": PagePool(limits.global_pages, "global KV"), "local": PagePool(limits.local_pages, "local KV")}
-        self.free_slots = list(range(limits.slots - 1, -1, -1))
+        self.free_slots = list(range(limits.first_slot + limits.slots - 1, limits.first_slot - 1, -1))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -109,6 +110,14 @@ class Scheduler:
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def take(self, sequence: Sequence) -> bool:
+        """Admit a sequence that waits elsewhere, with pages of these pools; False where slot or pages for it are not free."""
+        sequence.pages = {name: self._pages(name) for name in self.pools}
+        self.waiting.append(sequence)
+        if not self.admit():
+            self.waiting.remove(sequence)
+        return sequence.slot >= 0
 
     def next_chunk(self) -> list[tuple[Sequence, int, int]]:
         """Up to `chunk` prompt tokens of running sequences: (sequence, begin, end), marked as dispatched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 from inkling_jax.cache.paged import Cache, CacheShape, create_cache
 from inkling_jax.config import TextConfig
 from inkling_jax.engine.sampler import SamplerState
+from inkling_jax.sharding.rules import local_shape
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +48,10 @@ class PageUpdates:
         )
 
 
-def create_state(
-    config: TextConfig, shape: CacheShape, dtype: jnp.dtype, vocab: int, sizes: dict[str, int] | None = None
-) -> EngineState:
-    """An empty state for one rank of a mesh with axis sizes `sizes`; `vocab` is the width of the logits that it samples from."""
+def create_state(config: TextConfig, shape: CacheShape, dtype: jnp.dtype, sizes: Mapping[str, int] | None = None) -> EngineState:
+    """An empty state for one rank of a mesh with axis sizes `sizes` (default: one device)."""
     rows = shape.slots + 1
+    (vocab,) = local_shape("the sampler's state", (config.vocab_size,), ("vocab",), sizes or {})
     return EngineState(
         cache=create_cache(config, shape, dtype, sizes),
         sampler=SamplerState.create(shape.slots, vocab),

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.cache.paged import Cache
@@ -85,13 +85,17 @@ class Programs:
         declared = flat_parameters(model)
         self.paths = list(declared)  # of the leaves
         self.weight_specs = [partition_spec(leaf.axes) for leaf in declared.values()]
-        self.prefill = self._compile(self._prefill, ("context", "sampling"))
-        self.decode = self._compile(self._decode, ("context", "sampling", "steps"))
-        self.score = self._compile(self._score, ("context", "trace"))
-        self.hidden = self._compile(self._hidden, ("context",))
+        by_row, by_step_and_row = PartitionSpec("data"), PartitionSpec(None, "data")
+        self.prefill = self._compile(self._prefill, ("context", "sampling"), by_step_and_row)
+        self.decode = self._compile(self._decode, ("context", "sampling", "steps"), by_step_and_row)
+        self.score = self._compile(self._score, ("context", "trace"), by_row)
+        self.hidden = self._compile(self._hidden, ("context",), by_row)
 
-    def _compile(self, step: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
-        """jit of shard_map of `step(leaves, state, inputs, **static)`; the state is donated."""
+    def _compile(self, step: Callable[..., Any], static: tuple[str, ...], made: PartitionSpec) -> Callable[..., Any]:
+        """jit of shard_map of `step(leaves, state, inputs, **static)`; the state is donated.
+
+        Every replica has its part of the inputs, along their first axis, and of what the step makes, as `made` says.
+        """
 
         @functools.partial(jax.jit, static_argnames=static, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         def program(leaves: list[Array], state: EngineState, inputs: Any, **options: Any) -> Any:
@@ -99,12 +103,15 @@ class Programs:
             body = jax.shard_map(
                 functools.partial(step, **options),
                 mesh=self.mesh,
-                in_specs=(self.weight_specs, specs, PartitionSpec()),
-                out_specs=(PartitionSpec(), specs),
+                in_specs=(self.weight_specs, specs, PartitionSpec("data")),
+                out_specs=(made, specs),
                 check_vma=False,  # kernels inside cannot state how they vary over the mesh
             )
             with self.precision():
-                return body(leaves, state, inputs)
+                result, state = body(leaves, state, inputs)
+            if self.mesh.is_multi_process:  # every process reads what all replicas have made
+                result = jax.lax.with_sharding_constraint(result, NamedSharding(self.mesh, PartitionSpec()))
+            return result, state
 
         return program
 
@@ -129,7 +136,7 @@ class Programs:
         z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
         state = dataclasses.replace(state, cache=cache)
         last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
-        sampled, state = _sample(model.logits(z[last_token]), state, ragged, chunk.last, sampling)
+        sampled, state = _sample(model, z[last_token], state, ragged, chunk.last, sampling)
         return jax.tree.map(lambda a: a[None], sampled), state
 
     def _decode(
@@ -150,7 +157,7 @@ class Programs:
             ragged = _one_token_each(state, slots)
             z, cache = model(state.last_token[slots], state.cache, ragged, context)
             state = dataclasses.replace(state, cache=cache)
-            sampled, state = _sample(model.logits(z), state, ragged, ragged.valid, sampling)
+            sampled, state = _sample(model, z, state, ragged, ragged.valid, sampling)
             return state, sampled
 
         if steps == 1:
@@ -178,20 +185,19 @@ class Programs:
 
 
 def state_specs(state: EngineState) -> EngineState:
-    """PartitionSpecs of a state: those of its cache, the rest on every rank."""
-    rest = jax.tree.map(lambda _: PartitionSpec(), state)
-    return dataclasses.replace(rest, cache=cache_specs(state.cache))
+    """PartitionSpecs of a state: those of its cache, what the sampler knows of ids as the logits, the rest by slot alone."""
+    rest = jax.tree.map(lambda _: partition_spec(("slots",)), state)
+    by_id = partition_spec(("slots", "vocab"))
+    sampler = dataclasses.replace(rest.sampler, output_counts=by_id, prompt_seen=by_id)
+    return dataclasses.replace(rest, cache=cache_specs(state.cache), sampler=sampler)
 
 
 def cache_specs(cache: Cache) -> Cache:
-    """PartitionSpecs of a cache: key heads over the model axes, the rest on every rank."""
-    by_heads = {"k_pages": 1, "v_pages": 1, "k_conv": 2, "v_conv": 2}
-    rest = jax.tree.map(lambda _: PartitionSpec(), cache)
-    layers = tuple(
-        dataclasses.replace(layer, **{name: partition_spec((None,) * axis + ("kv_heads",)) for name, axis in by_heads.items()})
-        for layer in rest.layers
-    )
-    return dataclasses.replace(rest, layers=layers)
+    """PartitionSpecs of a cache: pages and slots with their replica, in it key heads over the model axes, the rest whole."""
+    pages, conv = partition_spec(("pages", "kv_heads")), partition_spec(("slots", None, "kv_heads"))
+    rest = jax.tree.map(lambda _: partition_spec(("slots",)), cache)
+    by_heads = {"k_pages": pages, "v_pages": pages, "k_conv": conv, "v_conv": conv}
+    return dataclasses.replace(rest, layers=tuple(dataclasses.replace(layer, **by_heads) for layer in rest.layers))
 
 
 def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:
@@ -203,13 +209,19 @@ def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:
 
 
 def _sample(
-    logits: Float[Array, "B usable"], state: EngineState, ragged: Ragged, wanted: Bool[Array, " B"], sampling: Sampling
+    model: Inkling,
+    z: Float[Array, "B D"],
+    state: EngineState,
+    ragged: Ragged,
+    wanted: Bool[Array, " B"],
+    sampling: Sampling,
 ) -> tuple[Sampled, EngineState]:
-    """Sample for the wanted rows and book the step: lengths, last tokens, who goes on."""
+    """Sample for the wanted rows from their normed states and book the step: lengths, last tokens, who goes on."""
     result = sample(
-        logits,
+        model.local_logits(z),
         state.sampler,
         ragged.slot,
+        vocab=model.usable_vocab_size,
         banned=sampling.banned,
         mode=sampling.mode,
         top_logprobs=sampling.top_logprobs or 0,

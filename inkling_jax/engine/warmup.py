@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from inkling_jax.engine import sampler
 from inkling_jax.engine.engine import Engine
-from inkling_jax.engine.pack import pack_chunk, pack_decode
+from inkling_jax.engine.pack import pack_chunk, pack_decode, side_by_side
 from inkling_jax.engine.request import SamplingParams
 from inkling_jax.engine.steps import Sampling
 from inkling_jax.errors import InputError
@@ -64,11 +64,11 @@ def idle_programs(engine: Engine, samplings: list[Sampling]) -> Iterator[Program
     steps = engine.options.tokens_per_call
     for context in shapes.contexts:
         for rows in shapes.rows:
-            inputs = pack_decode([], nothing, engine.shape, rows, steps)
+            inputs = side_by_side([pack_decode([], nothing, engine.shape, rows, steps)] * engine.replicas)
             for sampling in samplings:
                 yield engine.programs.decode, inputs, {"context": context, "sampling": sampling, "steps": steps}
         for places in shapes.chunks:
-            chunk = pack_chunk([], nothing, engine.shape, places)
+            chunk = side_by_side([pack_chunk([], nothing, engine.shape, places)] * engine.replicas)
             for sampling in samplings:
                 yield engine.programs.prefill, chunk, {"context": context, "sampling": sampling}
 

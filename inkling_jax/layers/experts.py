@@ -17,7 +17,14 @@ from inkling_jax.kernels.router import Routing
 from inkling_jax.layers.mlp import SharedExperts
 from inkling_jax.layers.param import param
 from inkling_jax.layers.router import Router
-from inkling_jax.sharding.collectives import first_local_expert, largest_over_model, sum_over_model
+from inkling_jax.sharding.collectives import (
+    first_local_expert,
+    gather_replicas,
+    largest_over_model,
+    own_rows,
+    sum_over_model,
+    sum_to_replicas,
+)
 from inkling_jax.sharding.rules import Axes
 
 ExpertWeight = jax.Array | Nvfp4 | Calibrated | Packed
@@ -70,19 +77,28 @@ class RoutedExperts(nnx.Module):
     def __init__(self, config: TextConfig, packed: frozenset[str], dtype: jnp.dtype):
         experts, width, model = config.num_experts, config.expert_width, config.hidden_size
         self.w13_shape, self.w2_shape = (experts, 2, width, model), (experts, model, width)
-        self.w13 = _weight(self.w13_shape, W13_AXES, "w13" in packed, dtype)
-        self.w2 = _weight(self.w2_shape, W2_AXES, "w2" in packed, dtype)
+        self._declare(W13_AXES, W2_AXES, "w13" in packed, "w2" in packed, dtype)
+
+    def _declare(self, w13_axes: Axes, w2_axes: Axes, w13_packed: bool, w2_packed: bool, dtype: jnp.dtype) -> None:
+        self.w13_axes, self.w2_axes = w13_axes, w2_axes
+        self.w13 = _weight(self.w13_shape, w13_axes, w13_packed, dtype)
+        self.w2 = _weight(self.w2_shape, w2_axes, w2_packed, dtype)
 
     def __call__(self) -> tuple[ExpertWeight, ExpertWeight]:
         w13, w2 = (w[...] if isinstance(w, nnx.Param) else w() for w in (self.w13, self.w2))
         return w13, w2
 
+    def spread(self, dtype: jnp.dtype) -> None:
+        """Hold of all experts those of this rank among all replicas from now on."""
+        w13, w2 = (("all_experts", *axes[1:]) for axes in (W13_AXES, W2_AXES))
+        self._declare(w13, w2, isinstance(self.w13, PackedWeight), isinstance(self.w2, PackedWeight), dtype)
+
     def quantize_inputs(self) -> None:
         """Hold packed weights with the scales of their inputs, which are rounded to 4 bits from now on."""
         if isinstance(self.w13, PackedWeight):
-            self.w13 = CalibratedWeight(self.w13_shape, W13_AXES)
+            self.w13 = CalibratedWeight(self.w13_shape, self.w13_axes)
         if isinstance(self.w2, PackedWeight):
-            self.w2 = CalibratedWeight(self.w2_shape, W2_AXES)
+            self.w2 = CalibratedWeight(self.w2_shape, self.w2_axes)
 
     def use_kernels(self) -> None:
         """Hold both weights, whatever they were, in the order of the kernels from now on."""
@@ -98,6 +114,7 @@ class SparseMLP(nnx.Module):
         self.experts = RoutedExperts(config, packed, dtype)
         self.shared = SharedExperts(config, dtype)
         self.num_experts = config.num_experts
+        self.over_replicas = False  # experts are spread over the replicas, which exchange tokens
         self.every_expert = False  # training: all tokens through all experts, see kernels.expert_matmul.every
         self.measure_inputs = False  # calibration: the tape receives the largest inputs as well
 
@@ -110,8 +127,10 @@ class SparseMLP(nnx.Module):
         """
         w13, w2 = self.experts()
         held = jax.tree.leaves(w13)[0].shape[0]
-        first = first_local_expert(held)
-        if isinstance(w13, Packed) and isinstance(w2, Packed):
+        first = first_local_expert(held, self.over_replicas)
+        if self.over_replicas:
+            routing, y = self._exchanged(x, valid, w13, w2, first)
+        elif isinstance(w13, Packed) and isinstance(w2, Packed):
             routing, y = self._kernels(x, valid, w13, w2, first)
         else:
             routing = self.router(x)
@@ -126,6 +145,26 @@ class SparseMLP(nnx.Module):
                 assert isinstance(w13, jax.Array)
                 tape["amax"] = largest_over_model(_largest_inputs(x, routing.experts - first, w13))
         return sum_over_model(y.astype(x.dtype))
+
+    def spread_experts(self, dtype: jnp.dtype) -> None:
+        """Spread the routed experts over all replicas; each rank then takes the tokens of all of them."""
+        self.experts.spread(dtype)
+        self.over_replicas = True
+
+    def _exchanged(
+        self, x: Float[Array, "T D"], valid: Bool[Array, " T"], w13: ExpertWeight, w2: ExpertWeight, first: Int[Array, ""]
+    ) -> tuple[Routing, Float[Array, "T D"]]:
+        """The experts of this rank for the tokens of all replicas, and of all ranks' answers those to the tokens here.
+
+        Every rank routes all tokens: that costs less than an exchange of what the router decides.
+        """
+        tokens, everywhere = gather_replicas(x, valid)
+        routing = self.router(tokens)
+        held = jax.tree.leaves(w13)[0].shape[0]
+        local = jnp.where(everywhere[:, None], routing.experts - first, held)
+        y = sum_to_replicas(expert_matmul(tokens, local, routing.weights, w13, w2).astype(jnp.float32))
+        routing = jax.tree.map(lambda a: own_rows(a, x.shape[0]), routing)
+        return routing, y + self.shared(x, routing.shared)
 
     def _kernels(
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], w13: Packed, w2: Packed, first: Int[Array, ""]

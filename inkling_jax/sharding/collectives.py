@@ -1,20 +1,26 @@
 """Every collective that a step performs. Layers call these and know nothing of the mesh; on one device each is the identity.
 
-A step has one reduction for the embedding, two a layer (after attention, after the feed-forward) and one gather for the head.
+A step has one reduction for the embedding, two a layer (after attention, after the feed-forward) and one exchange for the head:
+of what each rank's part of the vocabulary has to offer. Filters of the sampler, and scores, gather whole rows besides. Where
+experts are spread over replicas these exchange tokens and answers, twice a sparse layer.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 MODEL_AXES = ("tensor", "expert")  # the axes of one replica
 
 
 def sum_over_model(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Sum of the partial results of all ranks of a replica."""
-    return jax.lax.psum(x, MODEL_AXES)
+    return jax.lax.psum(x, MODEL_AXES) if _ranks() > 1 else x
 
 
 def largest_over_model(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -27,19 +33,52 @@ def first_local_row(rows: int) -> Int[Array, ""]:
     return jax.lax.axis_index(MODEL_AXES) * rows
 
 
-def first_local_expert(experts: int) -> Int[Array, ""]:
-    """Global index of this rank's first expert, when each rank of the expert axis holds `experts`."""
-    return jax.lax.axis_index("expert") * experts
+def first_local_expert(experts: int, over_replicas: bool = False) -> Int[Array, ""]:
+    """Global index of this rank's first expert, when each rank of the expert axis, or of all replicas', holds `experts`."""
+    return jax.lax.axis_index(("data", "expert") if over_replicas else "expert") * experts
+
+
+def gather_replicas(x: Float[Array, "T D"], valid: Bool[Array, " T"]) -> tuple[Float[Array, "all D"], Bool[Array, " all"]]:
+    """The tokens of all replicas, one after the other, and which are no padding: in one exchange."""
+    joined = jnp.concatenate([x, valid[:, None].astype(x.dtype)], axis=1)
+    found = jax.lax.all_gather(joined, "data", axis=0, tiled=True)
+    return found[:, :-1], found[:, -1] > 0
+
+
+def sum_to_replicas(y: Float[Array, "all D"]) -> Float[Array, "T D"]:
+    """The sum of what all replicas have for each token, to each replica for its own."""
+    return jax.lax.psum_scatter(y, "data", scatter_dimension=0, tiled=True)
+
+
+def own_rows(x: Float[Array, "all *n"], rows: int) -> Float[Array, "rows *n"]:
+    """Of the rows of all replicas, each with so many, this one's."""
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("data") * rows, rows)
 
 
 def gather_vocabulary(logits: Float[Array, "B local"]) -> Float[Array, "B V"]:
     """The logits of all ranks side by side, in vocabulary order."""
-    return jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    return gather_columns(logits)
+
+
+def local_columns(rows: Float[Array, "B V"], width: int) -> Float[Array, "B width"]:
+    """Of whole rows the columns that this rank's shard of `width` holds."""
+    return jax.lax.dynamic_slice_in_dim(rows, first_local_row(width), width, axis=1)
+
+
+def gather_ranks(values: Any) -> Any:
+    """Each leaf [B, ...], of 32-bit numbers, of all ranks in the order of their columns, [ranks, B, ...]: in one exchange."""
+    leaves, form = jax.tree.flatten(values)
+    flat = [jax.lax.bitcast_convert_type(leaf, jnp.int32).reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
+    joined = jnp.concatenate(flat, axis=1)
+    found = jax.lax.all_gather(joined, MODEL_AXES) if _ranks() > 1 else joined[None]
+    parts = jnp.split(found, np.cumsum([part.shape[1] for part in flat])[:-1], axis=2)
+    shaped = [part.reshape(found.shape[0], *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return form.unflatten(jax.lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in zip(shaped, leaves, strict=True))
 
 
 def gather_columns(x: Float[Array, "T local"]) -> Float[Array, "T D"]:
     """The columns of all ranks side by side."""
-    return jax.lax.all_gather(x, MODEL_AXES, axis=1, tiled=True)
+    return jax.lax.all_gather(x, MODEL_AXES, axis=1, tiled=True) if _ranks() > 1 else x
 
 
 def embedding_rows(table: Float[Array, "local D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -67,3 +106,8 @@ def _take_backward(kept: tuple[Array, Array], out: Float[Array, "T D"]) -> tuple
 
 
 _take.defvjp(_take_forward, _take_backward)
+
+
+def _ranks() -> int:
+    """Devices of a replica. XLA leaves in a program what a single one would exchange with itself."""
+    return jax.lax.axis_size(MODEL_AXES)

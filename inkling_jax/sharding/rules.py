@@ -10,13 +10,17 @@ from jax.sharding import PartitionSpec
 from inkling_jax.errors import ConfigError
 
 # What is not routed is split over tensor and expert together; routed experts lie whole on `expert` and are sliced over `tensor`.
+# Each replica, a place on `data`, has sequences and pages of its own, and all weights but for experts that are spread over them.
 RULES: dict[str, tuple[str, ...]] = {
+    "slots": ("data",),
+    "pages": ("data",),
     "vocab": ("tensor", "expert"),
     "hidden": ("tensor", "expert"),
     "heads": ("tensor", "expert"),
     "kv_heads": ("tensor", "expert"),
     "ffn": ("tensor", "expert"),
     "experts": ("expert",),
+    "all_experts": ("data", "expert"),
     "expert_ffn": ("tensor",),
 }
 
