@@ -7,8 +7,10 @@ import functools
 import re
 
 from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options
+from inkling_jax.sources import own_model
 
 MAX_TOKENS = 512
+OWN = "a small invented world, sums, drawn shapes and tones"  # of the package's own model
 SLOTS = 32
 
 BATCH = """\
@@ -144,9 +146,9 @@ def _add_sampling_options(parser: Parser) -> None:
 
 def _add_model_options(parser: Parser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, metavar="M", help="checkpoint directory, preset (inkling, inkling-small) or hub id"
-    )
+    names, own = "checkpoint directory, preset (inkling, inkling-small) or hub id", own_model()
+    about = f"{names}; {own}, the default: the package's own, of 6.7 million parameters, which knows {OWN}" if own else names
+    group.add_argument("--model", required=own is None, default=own, metavar="M", help=about)
     group.add_argument(
         "--weights", choices=("checkpoint", "random"), default="checkpoint", help="random: the shape alone, for trials"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from inkling_jax.memory import (
     usable,
 )
 from inkling_jax.sharding.mesh import mesh_sizes
-from inkling_jax.sources import HUB_ID
+from inkling_jax.sources import HUB_ID, find_directory, unknown
 
 MOST_BATCH = 1 << 14
 
@@ -196,8 +195,7 @@ def _files(plan: WeightPlan) -> Files:
 
 def _find(model: str, release_format: str | None, draft: bool) -> tuple[ModelConfig, WeightPlan]:
     """Configuration and tensors of a model, whose weights need not be here."""
-    path = Path(os.path.expanduser(model))
-    if os.path.exists(path):  # False, not an exception, for a name that no file can have
+    if (path := find_directory(model)) is not None:
         config, directory = ModelConfig.from_directory(path), path
     elif model in PRESETS:
         config, directory = preset(model), None
@@ -205,9 +203,7 @@ def _find(model: str, release_format: str | None, draft: bool) -> tuple[ModelCon
         directory = _snapshot(model)
         config = ModelConfig.from_directory(directory)
     else:
-        raise InputError(
-            f"unknown model {model!r}: neither a directory nor a preset ({', '.join(PRESETS)}) nor a hub id (owner/name)"
-        )
+        raise unknown(model)
     if directory is not None and (any(directory.glob("*.safetensors")) or (directory / RECORD).exists()):
         if release_format is not None:
             raise InputError(f"--format {release_format}: {directory} has tensors, which tell their format themselves")

@@ -11,7 +11,28 @@ from inkling_jax.config import PRESETS
 from inkling_jax.errors import CheckpointError, InputError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NANO = Path(__file__).parent / "nano"  # the small model that comes with the package, under this name
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def own_model() -> str | None:
+    """The name of the model that comes with the package; None in a copy without it."""
+    return NANO.name if (NANO / "config.json").is_file() else None
+
+
+def find_directory(source: str) -> Path | None:
+    """The directory here that `source` names, a path or the package's own model; None where it names none."""
+    path = Path(os.path.expanduser(source))
+    if os.path.exists(path):  # False, not an exception, for a name that no file can have
+        return path
+    return NANO if source == own_model() else None
+
+
+def unknown(source: str) -> InputError:
+    """What to say of a name that is nothing known."""
+    own = f"the package's own ({NANO.name})" if own_model() else None
+    kinds = ["a directory", own, f"a preset ({', '.join(PRESETS)})", "a hub id (owner/name)"]
+    return InputError(f"unknown model {source!r}: neither {' nor '.join(kind for kind in kinds if kind)}")
 
 
 def find_source(source: str, weights: str) -> Path | str:
@@ -22,10 +43,10 @@ def find_source(source: str, weights: str) -> Path | str:
     """
     if weights not in ("checkpoint", "random"):
         raise InputError(f"weights={weights!r}: expected 'checkpoint' or 'random'")
-    path = Path(os.path.expanduser(source))
-    if os.path.exists(path):  # False, not an exception, for a name that no file can have
-        _refuse_adapter(path)
-        return path
+    directory = find_directory(source)
+    if directory is not None:
+        _refuse_adapter(directory)
+        return directory
     if source in PRESETS:
         if weights != "random":
             raise InputError(
@@ -36,9 +57,7 @@ def find_source(source: str, weights: str) -> Path | str:
         return _download(source)
     if "/" in source or source.startswith(("~", ".")):
         raise CheckpointError(f"{source}: no such directory; expected a checkpoint directory with config.json")
-    raise InputError(
-        f"unknown model {source!r}: neither a directory nor a preset ({', '.join(PRESETS)}) nor a hub id (owner/name)"
-    )
+    raise unknown(source)
 
 
 def _refuse_adapter(directory: Path) -> None:

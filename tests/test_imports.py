@@ -66,6 +66,7 @@ RULES = [
     Rule("workspace", only=("config*", "kernels")),
     Rule("expert_storage", only=("errors", "config*", "kernels", "layers", "model", "sharding")),
     Rule("random_weights", only=("config*", "model", "sharding", "towers")),
+    Rule("convert", never=("bench", "benchmarks", "chat_loop", "evals", "generate*", "terminal")),
     Rule("convert.[a-z]*", never=("engine", "inputs", "outputs", "llm", "loading", *sorted({*PROGRAMS} - {"command_line"}))),
     Rule("convert.[a-z]*", never=("command_line",)),  # which only its command line knows, __main__
     Rule("convert.__main__", never=("engine", "inputs", "outputs", *sorted({*FRONT} - {"calibration", "command_line"}))),

@@ -91,7 +91,7 @@ def _quantize(options: argparse.Namespace, source: Path, destination: Path) -> i
     from inkling_jax.convert.quantization import Quantization, write_quantized
 
     if options.verify:
-        raise InputError("--verify compares bits, which --quantize changes: -v tells the error that is left in each stack")
+        raise InputError("--verify compares bits, which --quantize changes: it tells what is left of each stack instead")
     if options.mesh and not options.calibrate:
         raise InputError("--mesh with --quantize is where --calibrate runs the model, which is not asked for")
     quantization = Quantization.of(source, destination, calibrated=bool(options.calibrate))
