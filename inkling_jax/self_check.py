@@ -20,9 +20,11 @@ from jaxtyping import Float
 from inkling_jax.command_line import start_jax
 from inkling_jax.config import preset
 from inkling_jax.expert_storage import kernels_refused
-from inkling_jax.kernels import expert_matmul, paged_attention, router
+from inkling_jax.kernels import expert_matmul, kv_append, paged_attention, residual, router
 from inkling_jax.kernels.expert_matmul import cases as expert_cases
+from inkling_jax.kernels.kv_append import cases as append_cases
 from inkling_jax.kernels.paged_attention import cases as attention_cases
+from inkling_jax.kernels.residual import cases as residual_cases
 from inkling_jax.kernels.router import cases as router_cases
 
 EXACT, ROUNDED = 1e-4, 2e-2  # relative errors (2-norm) allowed in float32, and of bfloat16 kernels
@@ -154,7 +156,55 @@ def _routing(given: Mapping[str, Any], chosen: int, route_scale: float) -> Answe
     return out
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {"expert_matmul": experts, "paged_attention": attention, "router": routing}
+def stream() -> Subject:
+    """Nine rows of which two idle, at the begin of a sequence and far in one: h + conv(y), normed (spec 2.2, 2.4)."""
+    case, eps = residual_cases.CASES[0], residual_cases.EPS
+
+    def sm90(given: Mapping[str, Any]) -> Any:
+        from inkling_jax.kernels.residual import sm90 as kernel
+
+        return _flat(kernel.add_conv_norm(**given, eps=eps))
+
+    return Subject(
+        case.name,
+        lambda: {name: value for name, value in residual_cases.inputs(case).items() if name != "eps"},
+        lambda given: _flat(residual.add_conv_norm(**given, eps=eps)),
+        sm90,
+        lambda given: np.asarray(_flat(residual_cases.expected(given))),
+    )
+
+
+def appending() -> Subject:
+    """The same rows, eight queries a key head, log scaling: queries, pages and what convolutions keep (spec 2.3, 2.4)."""
+    case = dataclasses.replace(append_cases.CASES[1], columns=1)  # few pages, among which what is written counts
+    statics: dict[str, Any] = {"rank": append_cases.RANK, "eps": residual_cases.EPS}
+
+    def sm90(given: Mapping[str, Any]) -> Any:
+        from inkling_jax.kernels.kv_append import sm90 as kernel
+
+        return _flat(kernel.append(**given, **statics))
+
+    return Subject(
+        case.name,
+        lambda: {name: value for name, value in append_cases.inputs(case).items() if name not in statics},
+        lambda given: _flat(kv_append.append(**given, **statics)),
+        sm90,
+        lambda given: np.asarray(_flat(list(append_cases.expected(case, given).values()))),
+    )
+
+
+def _flat(arrays: Any) -> jax.Array:
+    """All numbers of a tree of arrays, zero for those that never were."""
+    return jnp.concatenate([jnp.nan_to_num(array).reshape(-1) for array in jax.tree.leaves(arrays)])
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "expert_matmul": experts,
+    "kv_append": appending,
+    "paged_attention": attention,
+    "residual": stream,
+    "router": routing,
+}
 
 
 def check(kernel: str, implementation: str) -> Check:
@@ -165,7 +215,7 @@ def check(kernel: str, implementation: str) -> Check:
         subject = SUBJECTS[kernel]()
         found = dataclasses.replace(found, case=subject.case)
         inputs = jax.jit(subject.inputs)()
-        wide = {name: _widened(value) for name, value in inputs.items()}
+        wide = {name: jax.tree.map(_widened, value) for name, value in inputs.items()}
         with jax.default_matmul_precision("highest"):
             got = np.asarray(jax.jit(subject.reference)(wide))
         want = subject.definition(wide)

@@ -29,48 +29,12 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(jnp.bfloat16).astype(np.float64)
 
 
-def wanted(case: Case) -> dict[str, np.ndarray]:
-    """What the definition makes of inputs(case), a token and head at a time, with the roundings of bfloat16."""
-    given = cases.inputs(case)
-    weights, kept = ({n: np.asarray(a, np.float64) for n, a in given[name]._asdict().items()} for name in ("weights", "kept"))
-    projected, table, slots = (
-        np.asarray(given["projected"], np.float64),
-        np.asarray(given["table"]),
-        np.asarray(given["rows"].slot),
-    )
-    tokens, heads, width, share = len(case.positions), case.kv_heads, case.width, case.share
-    found = {"q": np.zeros((tokens, heads * share, width)), "rel": np.zeros((tokens, heads * share, RANK))}
-
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return rounded(rounded(x / np.sqrt(np.mean(x**2) + EPS)) * weight)
-
-    for token, position in enumerate(case.positions):
-        tau = 1.0 if given["tau"] is None else float(given["tau"][token])
-        for head in range(heads):
-            parts = np.split(projected[token, head], np.cumsum([width] * (share + 2)))
-            for n, (q, rel) in enumerate(zip(parts[:share], parts[-1].reshape(share, RANK), strict=True), start=head * share):
-                found["q"][token, n] = rounded(norm(q, weights["q_norm"]) * tau)
-                found["rel"][token, n] = rounded(rel * tau)
-            for name, x in zip("kv", parts[share : share + 2], strict=True):
-                if position is None:
-                    continue
-                ring, taps = kept[f"{name}_state"][slots[token], :, head], weights[f"{name}_taps"][head]
-                inputs = [ring[(position - back) % 3].copy() if position >= back else 0.0 for back in (3, 2, 1)]
-                ring[position % 3] = x
-                y = rounded(x + sum(taps[:, j] * past for j, past in enumerate([*inputs, x])))
-                page = table[token, position // case.page % case.columns]
-                if page < tokens * case.columns:
-                    pool = kept[f"{name}_pages"]
-                    pool[page, head, position % case.page] = norm(y, weights["k_norm"]) if name == "k" else y
-    return found | kept
-
-
 def check(case: Case, found: Appended, *, excess: bool = False) -> None:
     """Rounded otherwise now and then, since sums go in another order; exact where nothing is computed.
 
     excess: roundings between may be left out, as XLA does.
     """
-    want = wanted(case)
+    want = cases.expected(case, cases.inputs(case), rounded)
     got = dict(zip(FIELDS, (found.q, found.rel, *found.kept), strict=True))
     for name in FIELDS:
         a, b = np.asarray(got[name]).astype(np.float64), want[name]

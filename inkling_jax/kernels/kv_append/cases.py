@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from inkling_jax.kernels.kv_append.reference import Kept, Weights
-from inkling_jax.kernels.residual.cases import BEGINNING, EPS, rows_of
+from inkling_jax.kernels.residual.cases import BEGINNING, EPS, Answer, Rounding, convolved_rows, normed, rows_of
+from inkling_jax.kernels.ring import Rows
 
 RANK = 16
 
@@ -46,14 +48,14 @@ CASES = (
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     """Arguments of `append` by name, bfloat16. Pages are shuffled, the last row's is not there; see residual.cases for states."""
     rng = np.random.default_rng(seed)
-    rows, slots = rows_of(case.positions, rng)
+    rows = rows_of(case.positions, rng)
     tokens, heads = len(case.positions), (case.kv_heads, case.width)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
-    states = [normal(slots, 3, *heads) for _ in "kv"]
-    for slot, position in zip(np.asarray(rows.slot), case.positions, strict=True):
+    states = [normal(tokens + 1, 3, *heads) for _ in "kv"]
+    for slot, position in zip(rows[0], case.positions, strict=True):
         for state in states:
             if position is not None and position < 3:
                 state[slot, position:] = np.nan
@@ -71,7 +73,31 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
         "tau": tau,
         "kept": Kept(*map(jnp.asarray, (*pools, *states))),
         "table": jnp.asarray(table, jnp.int32),
-        "rows": rows,
+        "rows": Rows(*map(jnp.asarray, rows)),
         "rank": RANK,
         "eps": EPS,
     }
+
+
+def expected(case: Case, given: Mapping[str, Any], rounded: Rounding = lambda x: x) -> dict[str, Answer]:
+    """What the definition (spec 2.3, 2.4) makes of inputs(case), in float64 but for `rounded`: q, rel, and what is kept."""
+    weights, kept = ({n: np.asarray(a, np.float64) for n, a in given[name]._asdict().items()} for name in ("weights", "kept"))
+    rows, tokens = given["rows"], len(case.positions)
+    q, k, v, rel = np.split(
+        np.asarray(given["projected"], np.float64), case.width * np.arange(case.share, case.share + 3), axis=-1
+    )
+    q, rel = q.reshape(tokens, -1, case.width), rel.reshape(tokens, -1, RANK)
+    q = normed(q, weights["q_norm"], rounded)
+    if given["tau"] is not None:
+        tau = np.asarray(given["tau"], np.float64)[:, None, None]
+        q, rel = rounded(q * tau), rounded(rel * tau)
+    for name, x in (("k", k), ("v", v)):
+        new, kept[f"{name}_state"] = convolved_rows(x, weights[f"{name}_taps"], kept[f"{name}_state"], rows)
+        new, pool = rounded(new), kept[f"{name}_pages"]
+        if name == "k":
+            new = normed(new, weights["k_norm"], rounded)
+        for token, position in enumerate(case.positions):
+            if position is not None:
+                page = np.asarray(given["table"])[token, position // case.page % case.columns]
+                pool[page : page + 1, :, position % case.page] = new[token]  # nowhere, if there is no such page
+    return {"q": q, "rel": rel} | kept
