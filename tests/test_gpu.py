@@ -25,6 +25,7 @@ from inkling_jax.config import ModelConfig
 from inkling_jax.engine.pack import pack_slots, pack_updates
 from inkling_jax.engine.state import create_state
 from inkling_jax.engine.steps import Programs, Sampling
+from inkling_jax.expert_storage import use_kernels
 from inkling_jax.model import Inkling
 from inkling_jax.random_weights import local_leaves
 from inkling_jax.sharding.mesh import make_mesh
@@ -152,11 +153,13 @@ def copies(program: jax.stages.Compiled, elements: int) -> list[str]:
     return found
 
 
-def test_a_decode_step_updates_the_cache_in_place(oracle_dir: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "sm90"])
+def test_a_decode_step_updates_the_cache_in_place(kernels: str, oracle_dir: Callable[..., Path]) -> None:
     """Compiled for pools of 268 MB: no instruction copies one, temporaries could not hold one, and the whole state is reused."""
     directory = oracle_dir("gpu")
     config = ModelConfig.from_directory(directory).text
     model = Inkling(config, plan_of(directory).packed, jnp.bfloat16)
+    model = use_kernels(model) if kernels == "sm90" else model
     shape = CacheShape(slots=4, page_size=64, global_pages=1 << 14, local_pages=1 << 14, max_context=4096, max_query=128)
     state = jax.eval_shape(lambda: create_state(config, shape, jnp.bfloat16))
     leaves = list(local_leaves(model, {}).values())
