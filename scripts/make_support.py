@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("float32", "float32", YES),
         both("float16", "float16", NO),
         both("reference", "plain JAX on any device", YES),
-        both("sm90", "kernels for Hopper: attention, of prompts and in decode, router and experts", HOPPER),
+        both("sm90", "kernels for Hopper: attention, of prompts and in decode, router, experts, cache and residual stream", HOPPER),
         both("pages", "tokens a cache page", "any power of two; 64 or 128 with the kernels for Hopper"),
         both("mesh", "`tensor=N,expert=M` over the devices of one host", "N x M = 1, 2, 4 or 8"),
         both("kv_copies", "more devices than key heads", NO),
