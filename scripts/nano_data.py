@@ -8,6 +8,7 @@ import os
 import queue
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from inkling_jax.inputs.tokenizer import Tokenizer
 
 TRIES = 12  # examples in a row that no line has room for, after which a batch is full
 DRAWS = 1 << 14  # example numbers set aside for a batch
+
+Values = Any  # an array of numpy here, of jax where a program has the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +41,15 @@ class Recipe:
 class Batch:
     """L lines of S tokens, each several examples end to end. A place is a flat index into [L, S], beyond it where nothing is."""
 
-    ids: np.ndarray  # int16 [L, S]
-    example: np.ndarray  # int16 [L, S]: which of its line's examples a token is of, -1: padding
-    offset: np.ndarray  # int16 [L, S]: index within the example
-    target: np.ndarray  # uint8 [L, S]: 2 for what the model is to write, 1 for other text, 0 for padding and media
-    tiles: np.ndarray  # uint8 [tiles, 40, 40, 3]
-    tile_extent: np.ndarray  # uint8 [tiles, 2]: rows and columns that are picture, the rest being padding
-    tile_place: np.ndarray  # int32 [tiles]
-    bins: np.ndarray  # uint8 [frames, 80]
-    bin_place: np.ndarray  # int32 [frames]
+    ids: Values  # int16 [L, S]
+    example: Values  # int16 [L, S]: which of its line's examples a token is of, -1: padding
+    offset: Values  # int16 [L, S]: index within the example
+    target: Values  # uint8 [L, S]: 2 for what the model is to write, 1 for other text, 0 for padding and media
+    tiles: Values  # uint8 [tiles, 40, 40, 3]
+    tile_extent: Values  # uint8 [tiles, 2]: rows and columns that are picture, the rest being padding
+    tile_place: Values  # int32 [tiles]
+    bins: Values  # uint8 [frames, 80]
+    bin_place: Values  # int32 [frames]
 
     @classmethod
     def empty(cls, recipe: Recipe) -> Batch:
@@ -132,7 +135,7 @@ def last_answers(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 def to_pixels(patches: np.ndarray) -> np.ndarray:
     """Patches [N, 2, 40, 40, 3] of stills as pixels [N, 40, 40, 3] from 0 to 255; padding is -1."""
     config = ImageConfig()
-    return np.rint((patches[:, 0] * np.float32(config.std) + np.float32(config.mean)) * 255).astype(np.int16)
+    return np.rint((patches[:, 0] * np.array(config.std, np.float32) + np.array(config.mean, np.float32)) * 255).astype(np.int16)
 
 
 def make_batch(recipe: Recipe, tokenizer: Tokenizer, number: int) -> Batch:

@@ -193,12 +193,10 @@ class Trainer:
 
     def __init__(self, modules: Modules):
         self.modules = modules
-        self.optimizer = optax.chain(
+        self.optimizer: Any = optax.chain(
             optax.clip_by_global_norm(NORM_LIMIT),
             optax.scale_by_adam(b1=0.9, b2=0.98),
-            optax.add_decayed_weights(
-                WEIGHT_DECAY, mask=lambda tree: {path: trained_by_decay(path, leaf) for path, leaf in tree.items()}
-            ),
+            optax.add_decayed_weights(WEIGHT_DECAY, mask={p: trained_by_decay(p, a) for p, a in modules.declared.items()}),
         )
         self.mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("tensor", "expert"))
         self.step = jax.jit(self._step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
@@ -206,7 +204,7 @@ class Trainer:
 
     def start(self, parameters: Parameters) -> State:
         """A state whose optimizer has seen nothing."""
-        return State(parameters, self.optimizer.init(parameters))  # pyright: ignore[reportArgumentType]
+        return State(parameters, self.optimizer.init(parameters))
 
     def on_mesh(self, function: Any, *arguments: Any) -> Any:
         """A call under the axis names that the layers' collectives speak of."""
@@ -218,7 +216,7 @@ class Trainer:
         """`rate`: the learning rate; `pace`: what part it is of the highest."""
         gradient = jax.value_and_grad(functools.partial(loss_of, self.modules), has_aux=True)
         (_, numbers), slope = self.on_mesh(gradient, state.parameters, batch, quantized)
-        updates, moments = self.optimizer.update(slope, state.moments, state.parameters)  # pyright: ignore[reportArgumentType]
+        updates, moments = self.optimizer.update(slope, state.moments, state.parameters)
         parameters = {path: value - rate * rate_of(path, value.shape) * updates[path] for path, value in state.parameters.items()}
         loads = numbers.pop("load")
         for path, load in zip(self.modules.routers, loads, strict=True):

@@ -38,7 +38,7 @@ def test_experts() -> None:
         if experts[t, a] < count:
             gate, up = w13[experts[t, a]] @ x[t]
             wanted[t] += weights[t, a] * (w2[experts[t, a]] @ (gate / (1 + np.exp(-gate)) * up))
-    found = every_expert(*(jnp.asarray(a, jnp.float32) for a in (x,)), experts, *map(jnp.float32, (weights, w13, w2)))
+    found = every_expert(jnp.float32(x), jnp.asarray(experts), jnp.float32(weights), jnp.float32(w13), jnp.float32(w2))
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
