@@ -38,7 +38,7 @@ TRIMS = {
     "gpu": Trim(
         ("model.audio.", "model.visual.", "model.mtp."),
         ("audio_config", "vision_config", "mtp_config"),
-        ("audio", "image", "len33.draft."),
+        ("audio", "image", "len33.draft.", "len255."),
     ),
 }
 
