@@ -77,10 +77,13 @@ def kernels_refused(
     return None
 
 
-def use_kernels(model: Inkling) -> Inkling:
-    """`model`, its expert weights and its relative biases declared in the forms of the kernels, which with that it uses."""
+def use_kernels(model: Inkling, deterministic: bool = False) -> Inkling:
+    """`model`, its expert weights and its relative biases declared in the forms of the kernels, which with that it uses.
+
+    `deterministic`: attention divides its work so that no sequence's results depend on which others there are.
+    """
     for layer in model.layers:
-        layer.use_kernels()
+        layer.use_kernels(deterministic)
     return model
 
 

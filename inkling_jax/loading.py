@@ -24,9 +24,11 @@ from inkling_jax.convert.progress import Progress, size_text
 from inkling_jax.convert.spread import spread_plan
 from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.draft_loading import DraftSource, check_draft_mesh
+from inkling_jax.engine import warmup
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.media import KEEP_BYTES, MediaRunner
+from inkling_jax.engine.shapes import Shapes
 from inkling_jax.engine.state import EngineState, create_state
 from inkling_jax.engine.steps import Programs, state_specs
 from inkling_jax.errors import InputError
@@ -81,6 +83,9 @@ def load_model(
     chunk: int = 512,
     tokens_per_call: int = 8,
     ahead: int = 1,
+    deterministic: bool = False,
+    check: bool = False,
+    warm_up: bool = False,
     seed: int = 0,
     quiet: bool = False,
 ) -> Loaded:
@@ -96,10 +101,12 @@ def load_model(
     path), "measured" has `trace` tell the largest inputs of unpacked experts, "moe.j.amax" [T, 2], of w13 and of w2; default
     neither. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it when it is
     first called, into what memory is left. slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step.
-    tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read.
+    tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read. deterministic: to the
+    bit, a request's tokens do not depend on what else runs, which costs speed. check: compare the device's state with the host's
+    after each step, and raise InklingError where they differ; slow. warm_up: compile now what requests can lead to.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = EngineOptions(chunk, tokens_per_call, ahead)
+    options = EngineOptions(chunk, tokens_per_call, ahead, deterministic, check)
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
     check_activations(activations, kernels)
     check_experts_over(experts_over, activations, kernels)
@@ -142,8 +149,9 @@ def load_model(
     shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
     kernels = "reference" if experts_over else kernels
-    if choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size):
-        model = use_kernels(layout_of(placed.config, plan, model_dtype, options).model)
+    hopper = choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size)
+    if hopper:
+        model = use_kernels(layout_of(placed.config, plan, model_dtype, options).model, deterministic)
         parameters = repack(parameters, device_mesh)
     arrays = dict(parameters)
     leaves, tower_leaves = _in_order(model, arrays), _in_order(towers, arrays)
@@ -156,6 +164,7 @@ def load_model(
         banned=tuple(sorted(processor.slots.values())),
         default_stop_ids=stop_ids,
         options=options,
+        shapes=Shapes.of(shape, chunk, bounded=not hopper, single=deterministic),
         media=MediaRunner(towers, tower_leaves, device_mesh, model_dtype),
         entropy=of_all_processes([secrets.randbits(63)])[0][0],
     )
@@ -164,6 +173,8 @@ def load_model(
         engine.drafts = open_drafts()
     summary = _summary(layout, shape, layout.memory(shape, sizes), device_mesh)
     logger.info("%s", summary)
+    if warm_up:
+        warmup.warm_up(engine, quiet=quiet)
     return Loaded(config, engine, tokenizer, processor, render_chat, open_drafts, summary)
 
 

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from inkling_jax.benchmarks.shard import Shard, open_shard
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import ModelConfig
 from inkling_jax.convert.load import load_parameters
@@ -93,6 +95,22 @@ def engine(
         options=EngineOptions(chunk, tokens_per_call, ahead),
         media=shared.media,
     )
+
+
+@functools.cache
+def two_layers(directory: Path) -> tuple[Shard, list[jax.Array]]:
+    """A local layer and a global one with experts, bfloat16, random weights, in the widths of a checkpoint: fast to compile."""
+    whole = open_shard(str(directory), "tensor=1", 2)
+    config = dataclasses.replace(whole.config, local_layers=(True, False), dense_layers=(True, False))
+    shard = dataclasses.replace(whole, config=config)
+    return shard, shard.random_leaves()
+
+
+def small_engine(directory: Path, *, shape: CacheShape | None = None, **options: Any) -> Engine:
+    """A fresh engine over `two_layers`, with chunks of 16 tokens and 7 a call."""
+    shard, leaves = two_layers(directory)
+    shape = shape or CacheShape(SLOTS, 16, 64, 64, 256, 24)
+    return shard.engine(leaves, shape, EngineOptions(**{"chunk": 16, "tokens_per_call": 7} | options))
 
 
 @dataclasses.dataclass

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from inkling_jax.kernels.paged_attention import cases, paged_attention, plan_attention, reference, sm90
+from inkling_jax.kernels.paged_attention import plan as plans
 from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, prepare_bias, zero_row
 from inkling_jax.kernels.paged_attention.cases import Case
 from inkling_jax.kernels.paged_attention.plan import plan_decode, tile_range
@@ -228,7 +229,11 @@ def test_prefill_lowers_for_a_gpu(case):
 
 
 def interpret(name: str) -> dict[str, float]:
-    """Relative error against the definition, and the largest output of a token of no row, with few programs."""
+    """Relative error against the definition, and the largest output of a token of no row, with few programs.
+
+    A name that begins with "fixed: " is of a plan whose parts do not depend on other rows.
+    """
+    fixed, name = name.startswith(FIXED), name.removeprefix(FIXED)
     case = (INTERPRETED | PREFILL)[name]
     given = cases.inputs(case)
     want = cases.expected(case, given)
@@ -239,8 +244,12 @@ def interpret(name: str) -> dict[str, float]:
         planned = sm90.prefill_plan(*rows, tokens=tokens, share=case.heads // case.kv_heads, window=case.window)
         got = sm90.run_prefill(*given.values(), planned, window=case.window, programs=2, interpret=True)
     else:
-        options = {"tokens": tokens, "kv_heads": case.kv_heads, "window": case.window, "programs": 3, "shortest": 1}
-        planned = plan_decode(*rows, **options)
+        options = {"tokens": tokens, "kv_heads": case.kv_heads, "window": case.window}
+        if fixed:
+            plans.FIXED_RUN = 1  # tiles, so that short rows have parts
+            planned = plans.plan_fixed(*rows, **options, context=max(case.lengths))
+        else:
+            planned = plan_decode(*rows, **options, programs=3, shortest=1)
         got = sm90.run_decode(*given.values(), planned, window=case.window, longest=case.longest, interpret=True)
     got = np.asarray(got.astype(jnp.float32))
     idle = np.asarray(planned.idle)[:tokens] > 0
@@ -250,12 +259,12 @@ def interpret(name: str) -> dict[str, float]:
     }
 
 
+FIXED = "fixed: "
 QUICK = ("an idle row, one key", "short and idle rows ride along")  # one of each kernel
+NAMES = (*INTERPRETED, *PREFILL, *(FIXED + name for name in list(INTERPRETED)[:5]))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*INTERPRETED, *PREFILL)]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
 def test_in_the_interpreter(name):
     # A process of its own: three warpgroups wait on one another in threads of XLA's pool, which NPROC makes large enough.
     root = Path(__file__).parent.parent

@@ -43,9 +43,11 @@ def record(engine: Engine) -> Iterator[Recorded]:
 
 
 def replay_seconds(engine: Engine, recorded: Recorded) -> float:
-    """Seconds a call, dispatched one behind another. They do what they did: same rows, same positions, same pages.
+    """Seconds a call, dispatched one behind another, in the faster of some repetitions.
 
-    The faster of some repetitions. Raises InklingError where a repetition does not end where the engine did.
+    The same rows go on from the same positions to the same ones, and read as many pages. What convolutions remember and local
+    pages that were given back hold is of later tokens by now, so tokens may differ; the state is of no use to requests any more.
+    Raises InklingError where a repetition does not end where the engine did.
     """
     seconds = []
     end = jax.device_get(_progress(engine.state))

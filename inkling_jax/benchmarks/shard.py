@@ -41,6 +41,7 @@ class Shard:
     config: TextConfig
     sizes: dict[str, int]  # of that mesh
     kernels: bool = False  # weights as the kernels want them
+    deterministic: bool = False  # as in `load`
 
     @functools.cached_property
     def model(self) -> Inkling:
@@ -55,7 +56,7 @@ class Shard:
     @functools.cached_property
     def _model_that_runs(self) -> Inkling:
         model = Inkling(self.config, packed_experts(self.config), DTYPE)
-        return use_kernels(model) if self.kernels else model
+        return use_kernels(model, self.deterministic) if self.kernels else model
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
@@ -104,12 +105,12 @@ class Shard:
 
     def engine(self, leaves: list[jax.Array], shape: CacheShape, options: EngineOptions, shapes: Shapes | None = None) -> Engine:
         """An engine over this rank's parameters with an empty cache; it knows the ids that the rank's rows of the head have."""
-        vocab = self.abstract_state(shape).sampler.prompt_seen.shape[1]
-        create = functools.partial(create_state, self.config, shape, DTYPE, vocab, self.sizes)
-        mesh = self.programs.mesh
-        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(jax.eval_shape(create)))
+        create = functools.partial(create_state, self.config, shape, DTYPE, self.sizes)
+        mesh, abstract = self.programs.mesh, jax.eval_shape(create)
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(abstract))
+        vocab = min(abstract.sampler.prompt_seen.shape[1], self.config.usable_vocab_size)
         config = dataclasses.replace(self.config, usable_vocab_size=vocab)
-        shapes = shapes or Shapes.of(shape, options.chunk, bounded=not self.kernels)
+        shapes = shapes or Shapes.of(shape, options.chunk, bounded=not self.kernels, single=options.deterministic)
         return Engine(
             self.programs, leaves, jax.jit(create, out_shardings=placed)(), config, shape, options=options, shapes=shapes
         )

@@ -66,6 +66,10 @@ class SequencePages:
             entries.append((absolute % self.width, page))
         return entries
 
+    def held(self) -> dict[int, int]:
+        """The id of each page that is held, by absolute index."""
+        return dict(enumerate(self._held, self._first))
+
     def drop_behind(self, position: int) -> list[int]:
         """Let go of pages that no query at `position` or later can see; their ids."""
         if self.window is None:

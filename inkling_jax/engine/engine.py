@@ -17,6 +17,7 @@ import numpy as np
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
+from inkling_jax.engine.check import StepCheck
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
@@ -35,11 +36,13 @@ from inkling_jax.towers import Towers
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """How the engine works; none of it changes a token."""
+    """How the engine works; none of it changes a token beyond rounding."""
 
     chunk: int = 512  # prompt tokens a step
     tokens_per_call: int = 8  # decode steps a host call
     ahead: int = 1  # steps dispatched before the oldest's result is read
+    deterministic: bool = False  # to the bit, a request's tokens do not depend on what else runs
+    check: bool = False  # compare the device's state with the host's after each step, see `check.StepCheck`
 
 
 @dataclasses.dataclass
@@ -75,8 +78,9 @@ class Engine:
         window = config.local_attention.window or shape.max_context
         self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
         self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
-        self.shapes = shapes or Shapes.of(shape, options.chunk)
-        self.samplings = [Sampling(mode, top and min(config.usable_vocab_size, top), banned) for mode, top in SAMPLINGS]
+        self.shapes = shapes or Shapes.of(shape, options.chunk, single=options.deterministic)
+        ways = SAMPLINGS[-1:] if options.deterministic else SAMPLINGS
+        self.samplings = [Sampling(mode, top and min(config.usable_vocab_size, top), banned) for mode, top in ways]
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.drafts: DraftRunner | None = None  # once something asks for it
@@ -90,9 +94,11 @@ class Engine:
             window=window,
             max_context=shape.max_context,
             chunk=options.chunk,
+            alone=options.deterministic,
         )
         self.replicas = programs.mesh.shape["data"]
         self.scheduler = Scheduler(limits) if self.replicas == 1 else Replicas(limits, self.replicas)
+        self.check = StepCheck(config.local_layers) if options.check else None
         self._seeds = np.random.default_rng(entropy)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -138,6 +144,8 @@ class Engine:
         """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
         for sequence in self.scheduler.admit():
             self._admit(sequence)
+        if self.check is not None:
+            self.check.before(self)
         parts = self.scheduler.next_chunk()
         if parts:
             self._dispatch_prefill(parts)
@@ -281,6 +289,8 @@ class Engine:
         for leaf in jax.tree.leaves(sampled):
             leaf.copy_to_host_async()
         self._in_flight.append(_InFlight(rows, sampled, self._step))
+        if self.check is not None:
+            self.check.after(self, rows, sampled)
 
     def _collect(self) -> list[Output]:
         """Read the oldest step in flight and turn its rows into outputs."""
@@ -337,4 +347,4 @@ class Engine:
     def _sampling(self, sequences: list[Sequence]) -> Sampling:
         params = [s.request.params for s in sequences]
         everything = sampler.mode_for(params) == "full" or any(p.logprobs is not None for p in params)
-        return self.samplings[everything]
+        return self.samplings[-1 if everything else 0]

@@ -27,6 +27,7 @@ class Limits:
     window: int
     max_context: int
     chunk: int  # prompt tokens a step
+    alone: bool = False  # a step reads one prompt, cut at multiples of `chunk`
     first_slot: int = 0  # that its slots are numbered from
 
 
@@ -130,7 +131,7 @@ class Scheduler:
             parts.append((sequence, begin, end))
             sequence.prefilled = end
             left -= end - begin
-            if not left:
+            if not left or self.limits.alone:
                 break
         return parts
 

@@ -28,16 +28,18 @@ class Shapes:
     contexts: tuple[int, ...]  # bounds on lengths, in positions
 
     @staticmethod
-    def of(cache: CacheShape, chunk: int, *, bounded: bool = True) -> Shapes:
+    def of(cache: CacheShape, chunk: int, *, bounded: bool = True, single: bool = False) -> Shapes:
         """Sizes for a cache and prompt chunks of `chunk` tokens. `bounded`: attention's work grows with the bound on lengths.
 
-        Hopper's attention reads what there is, whatever the bound, so that with it the whole context is the only one.
+        Hopper's attention reads what there is, whatever the bound, so that with it the whole context is the only one. `single`:
+        the largest of everything, so that a step's shape says nothing of who is in it.
         """
         whole = -(-cache.max_context // cache.page_size) * cache.page_size
         contexts = _up_to(whole, SMALLEST_CONTEXT, CONTEXT_STRIDE) if bounded else (whole,)
         chunks = _down_from(max(SMALLEST_CHUNK, bucket(chunk)), SMALLEST_CHUNK, CHUNK_STRIDE)
         rows = _down_from(bucket(cache.slots), ROWS_STRIDE, ROWS_STRIDE)
-        return Shapes(chunks, rows if rows[0] == 1 else (1, *rows), contexts)
+        rows = rows if rows[0] == 1 else (1, *rows)
+        return Shapes(chunks[-1:], rows[-1:], contexts[-1:]) if single else Shapes(chunks, rows, contexts)
 
 
 def bucket(size: int) -> int:

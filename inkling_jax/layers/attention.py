@@ -62,13 +62,15 @@ class Attention(nnx.Module):
         self.k_conv = ShortConv((kv_heads, width), config.conv_width, dtype, ("kv_heads", None))
         self.v_conv = ShortConv((kv_heads, width), config.conv_width, dtype, ("kv_heads", None))
         self.head_dim, self.rel_dim, self.window = width, config.rel_dim, shape.window
+        self.fixed = False
         is_global = shape.window is None
         self.log_scaling = (
             (config.log_scaling_floor, config.log_scaling_alpha) if is_global and config.log_scaling_floor else None
         )
 
-    def use_kernels(self) -> None:
-        """Hold the bias in the form of the kernels from now on, and with it choose them."""
+    def use_kernels(self, fixed: bool = False) -> None:
+        """Hold the bias in the form of the kernels from now on, and with it choose them. `fixed`: see plan_attention."""
+        self.fixed = fixed
         assert isinstance(self.rel_bias, nnx.Param)
         self.rel_bias = KernelBias(self.rel_bias.get_value())
 
@@ -85,6 +87,7 @@ class Attention(nnx.Module):
             kv_heads=kv_heads,
             window=self.window,
             longest=ragged.longest,
+            fixed=context if self.fixed else None,
         )
         return AttentionStep(table, context, plan)
 

@@ -33,10 +33,10 @@ class DecoderLayer(nnx.Module):
 
         self.kernels = False
 
-    def use_kernels(self) -> None:
+    def use_kernels(self, deterministic: bool = False) -> None:
         """Hold weights in the forms of the Hopper kernels from now on, and with it choose them."""
         self.kernels = True
-        self.attn.use_kernels()
+        self.attn.use_kernels(deterministic)
         if isinstance(self.mlp, SparseMLP):
             self.mlp.experts.use_kernels()
             self.mlp.shared.use_kernels()

@@ -30,14 +30,18 @@ def plan_attention(
     kv_heads: int,
     window: int | None,
     longest: int,
+    fixed: int | None = None,
 ) -> DecodePlan | PrefillPlan | None:
-    """How a step's work is divided, the same for all layers with these heads and this window. None: the reference runs."""
+    """How a step's work is divided, the same for all layers with these heads and this window. None: the reference runs.
+
+    `fixed`, in decode: a bound on the lengths, so that no row's results depend on which other rows there are.
+    """
     if not isinstance(rel_bias, RelativeBias):
         return None
     from inkling_jax.kernels.paged_attention import sm90  # Pallas' GPU half takes a while to import, and few need it
 
     if sm90.is_decode(longest):
-        return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window)
+        return sm90.decode_plan(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window, fixed=fixed)
     return sm90.prefill_plan(start, count, length, tokens=tokens, share=heads // kv_heads, window=window)
 
 

@@ -17,7 +17,7 @@ from inkling_jax.kernels.paged_attention.bias import RelativeBias, halved_rows, 
 from inkling_jax.kernels.paged_attention.decode import decode
 from inkling_jax.kernels.paged_attention.decode_shape import MOST_QUERIES, DecodeShape
 from inkling_jax.kernels.paged_attention.merge import merge
-from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode
+from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode, plan_fixed
 from inkling_jax.kernels.paged_attention.prefill import prefill
 from inkling_jax.kernels.paged_attention.prefill_plan import PrefillPlan, plan_prefill
 from inkling_jax.kernels.paged_attention.prefill_shape import MOST_SHARE, PrefillShape, tile_tokens
@@ -54,9 +54,21 @@ def prefill_plan(
 
 
 def decode_plan(
-    start: Int[Array, " B"], count: Int[Array, " B"], length: Int[Array, " B"], *, tokens: int, kv_heads: int, window: int | None
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    tokens: int,
+    kv_heads: int,
+    window: int | None,
+    fixed: int | None = None,
 ) -> DecodePlan:
-    """The division of a decode step's keys over the processors, shared by all layers with these heads and window."""
+    """The division of a decode step's keys over the processors, shared by all layers with these heads and window.
+
+    `fixed`: a bound on the lengths, for a division in which no row's part depends on other rows; None: for equal shares.
+    """
+    if fixed is not None:
+        return plan_fixed(start, count, length, tokens=tokens, kv_heads=kv_heads, window=window, context=fixed)
     return plan_decode(
         start,
         count,
