@@ -166,6 +166,12 @@ def _add_model_options(parser: Parser) -> None:
     )
     group.add_argument("--kv-memory", metavar="SIZE", help="cache on each device, such as 40GB (default: what is left)")
     group.add_argument(
+        "--prefix-memory",
+        default="1GB",
+        metavar="SIZE",
+        help="host memory for beginnings of prompts that others may share; 0: each prompt is read in full (default %(default)s)",
+    )
+    group.add_argument(
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
     )
     add_kernels_option(group)

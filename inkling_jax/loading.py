@@ -39,7 +39,7 @@ from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.segments import Segment
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
-from inkling_jax.memory import Layout, Memory, choose_mesh, declare_decoder, fit_model, mesh_text, most_positions
+from inkling_jax.memory import Layout, Memory, choose_mesh, declare_decoder, fit_model, mesh_text, most_positions, to_bytes
 from inkling_jax.model import Inkling, flat_parameters
 from inkling_jax.processes import check_processes, first_on_host, of_all_processes
 from inkling_jax.random_weights import packed_experts, random_parameters
@@ -75,6 +75,7 @@ def load_model(
     experts_over: str | None = None,
     max_context: int | None = None,
     kv_memory: int | str | None = None,
+    prefix_memory: int | str = "1GB",
     kernels: str = "auto",
     activations: str | None = None,
     draft: bool = False,
@@ -94,19 +95,22 @@ def load_model(
     weights: "checkpoint", or "random" for a shape without files (seeded by `seed`). dtype: "bfloat16" or "float32", default the
     configuration's. mesh: axis sizes, text such as "data=2,tensor=4", or "auto": of all devices here, as the plan says.
     experts_over: "data" spreads routed experts over the replicas as well, default within each. max_context: longest sequence;
-    default what memory holds.
-    kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the weights (a quarter of the RAM
-    on a CPU). kernels: "reference" (plain XLA), "sm90" (Hopper's) or "auto" (sm90 where it can run). activations: "nvfp4" rounds the
-    inputs of packed experts to 4 bits by the checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference
-    path), "measured" has `trace` tell the largest inputs of unpacked experts, "moe.j.amax" [T, 2], of w13 and of w2; default
-    neither. draft: read the draft head with the model and plan its memory; default not, then `draft_logits` reads it when it is
-    first called, into what memory is left. slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step.
-    tokens_per_call: decode steps a host call. ahead: calls dispatched before the oldest's tokens are read. deterministic: to the
-    bit, a request's tokens do not depend on what else runs, which costs speed. check: compare the device's state with the host's
-    after each step, and raise InklingError where they differ; slow. warm_up: compile now what requests can lead to.
+    default what memory holds. kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the
+    weights (a quarter of the RAM on a CPU). prefix_memory: bytes of the host's memory, or such text, for what a prompt that
+    begins as an earlier one goes on from; 0 for reading every prompt in full. kernels: "reference" (plain XLA), "sm90"
+    (Hopper's) or "auto" (sm90 where it can run). activations: "nvfp4" rounds the inputs of packed experts to 4 bits by the
+    checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference path), "measured" has `trace` tell the
+    largest inputs of unpacked experts, "moe.j.amax" [T, 2], of w13 and of w2; default neither. draft: read the draft head with
+    the model and plan its memory; default not, then `draft_logits` reads it when it is first called, into what memory is left.
+    slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step. tokens_per_call: decode steps a host
+    call. ahead: calls dispatched before the oldest's tokens are read. deterministic: to the bit, a request's tokens do not
+    depend on what else runs, which costs speed. check: compare the device's state with the host's after each step, and raise
+    InklingError where they differ; slow. warm_up: compile now what requests can lead to.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
-    options = EngineOptions(chunk, tokens_per_call, ahead, deterministic, check)
+    options = EngineOptions(
+        chunk, tokens_per_call, ahead, deterministic, check, prefix_bytes=to_bytes(prefix_memory, "prefix_memory")
+    )
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
     check_activations(activations, kernels)
     check_experts_over(experts_over, activations, kernels)

@@ -308,16 +308,17 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
             raise CapacityError(f"weights and a step take {known.without_cache} bytes a device, {there}: no room for a cache")
         memory = min(room, total // 4) if device.platform == "cpu" else room
         return fit_cache(text, request, memory, layout.dtype.itemsize, sizes)
-    shape = fit_cache(text, request, _bytes(kv_memory), layout.dtype.itemsize, sizes)
+    shape = fit_cache(text, request, to_bytes(kv_memory, "kv_memory"), layout.dtype.itemsize, sizes)
     needed = layout.memory(shape, sizes).total
     if needed > free:
         raise CapacityError(f"weights, cache and a step take {needed} bytes a device, {there}: lower kv_memory or max_context")
     return shape
 
 
-def _bytes(kv_memory: int | str) -> int:
-    if isinstance(kv_memory, str):
-        return parse_bytes(kv_memory)
-    if isinstance(kv_memory, bool) or not isinstance(kv_memory, int) or kv_memory < 0:
-        raise InputError(f"kv_memory={kv_memory!r}: expected a number of bytes, or text such as 40GB or 512MiB")
-    return kv_memory
+def to_bytes(size: int | str, name: str) -> int:
+    """A number of bytes, or a text that says one. Raises InputError, by the option's `name`, for anything else."""
+    if isinstance(size, str):
+        return parse_bytes(size)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InputError(f"{name}={size!r}: expected a number of bytes, or text such as 40GB or 512MiB")
+    return size

@@ -60,7 +60,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("batch", "a file of requests, OpenAI's batch files among them (`--input`)", YES),
         both("draft", "logits of the draft head (`llm.draft_logits`), read when first asked or, planned, by `draft=True`", YES),
         both("speculative", "speculative decoding", NO),
-        both("prefix", "reuse of a common prefix", NO),
+        both("prefix", "reuse of a common prefix, its media included (`prefix_memory`)", "yes; not with replicas (`data=N`)"),
         both("kv_quantised", "a quantised KV cache", NO),
         both("context", "contexts of up to 1,048,576 tokens", "as memory allows: the planner says how long"),
     ),

@@ -157,7 +157,7 @@ def decoded(llm: LLM, prompts: Sequence[Ids]) -> Choices:
             if output.error:
                 raise SystemExit(f"a decode step failed: {output.error}")
             made[output.request_id][1].extend(output.logprobs)
-        given = {s.slot: made[s.id][0][s.collected] for s in engine.scheduler.running if s.decoding and s.collected}
+        given = {s.slot: made[s.id][0][len(s.made)] for s in engine.scheduler.running if s.decoding and s.made}
         last = engine.state.last_token.at[np.array(list(given), int)].set(np.array(list(given.values()), np.int32))
         engine.state = dataclasses.replace(engine.state, last_token=last)
     tops = [token.top for _, tokens in made.values() for token in tokens[1:]]

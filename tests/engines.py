@@ -77,8 +77,10 @@ def engine(
     tokens_per_call: int = 7,
     ahead: int = 1,
     leaves: list[jax.Array] | None = None,
+    prefix_bytes: int = 0,
+    prefix_spacing: int = 64,
 ) -> Engine:
-    """A fresh engine that never samples media slots and stops where the checkpoint says."""
+    """A fresh engine that never samples media slots and stops where the checkpoint says. It keeps no prefixes unless told to."""
     shared = model(directory)
     config, shape = shared.config, shape or cache_shape()
     assert max(chunk, tokens_per_call * (ahead + 2)) <= shape.max_query
@@ -92,7 +94,7 @@ def engine(
         shape,
         banned=tuple(i for i in (config.image_token_id, config.audio_token_id) if i is not None),
         default_stop_ids=(config.eos_token_id,),
-        options=EngineOptions(chunk, tokens_per_call, ahead),
+        options=EngineOptions(chunk, tokens_per_call, ahead, prefix_bytes=prefix_bytes, prefix_spacing=prefix_spacing),
         media=shared.media,
     )
 
@@ -159,9 +161,10 @@ def run(
 
 
 def all_given_back(engine: Engine) -> bool:
-    """Whether every page, reservation and slot is free."""
-    pools = engine.scheduler.pools.values()
-    return all(pool.free == pool.pages and pool.reserved == 0 for pool in pools) and len(engine.scheduler.free_slots) == SLOTS
+    """Whether every slot is free, and every page but for those of kept prefixes."""
+    scheduler = engine.scheduler
+    assert all(pool.free == pool.pages for pool in scheduler.pools.values()) or scheduler.prefixes
+    return all(pool.available == pool.pages for pool in scheduler.pools.values()) and len(scheduler.free_slots) == SLOTS
 
 
 def poison(engine: Engine, local_layers: tuple[bool, ...]) -> None:
@@ -170,9 +173,11 @@ def poison(engine: Engine, local_layers: tuple[bool, ...]) -> None:
     for name, pages in (("global", engine.shape.global_pages), ("local", engine.shape.local_pages)):
         kept[name] = np.zeros((pages, page), bool)
         for sequence in engine.scheduler.running:
-            held, written = sequence.pages[name], sequence.prefilled + max(sequence.dispatched - 1, 0)
-            for i, mine in enumerate(held._held):
-                kept[name][mine] = (held._first + i) * page + np.arange(page) < written
+            held, written = sequence.pages[name], sequence.prefilled + max(sequence.dispatched - sequence.resumed - 1, 0)
+            for i, mine in held.held().items():
+                kept[name][mine] = i * page + np.arange(page) < written
+        for prefix in engine.scheduler.prefixes._prefixes.values() if engine.scheduler.prefixes else ():
+            kept[name][list(prefix.pages[name][1])] = True
     slots = np.isin(np.arange(engine.shape.slots + 1), [sequence.slot for sequence in engine.scheduler.running])
     engine.state = _poison(engine.state, kept["global"], kept["local"], slots, local_layers)
 

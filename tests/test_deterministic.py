@@ -46,14 +46,15 @@ def test_prompts_are_read_alone_and_cut_alike(oracle_dir: Callable[..., Path]) -
     engine = engines.small_engine(oracle_dir("tiny"), deterministic=True)
     assert (engine.shapes.chunks, engine.shapes.rows, engine.shapes.contexts) == ((16,), (4,), (256,))
     assert len(engine.samplings) == 1
-    seen, chunk_of = [], engine.scheduler.next_chunk
+    seen, planned = [], engine.scheduler.plans
 
     def note() -> list:
-        parts = chunk_of()
-        seen.append([(len(s.request.prompt_ids), begin, end) for s, begin, end in parts])
-        return parts
+        plans = planned()
+        seen.extend([(len(s.request.prompt_ids), begin, end) for s, begin, end in plan.parts] for plan in plans)
+        assert not any(plan.parts and plan.decoding for plan in plans)
+        return plans
 
-    engine.scheduler.next_chunk = note
+    engine.scheduler.plans = note
     company(engine, [3, 0, 1, 2])
     read = [part for parts in seen for part in parts]
     assert all(len(parts) <= 1 for parts in seen)

@@ -155,7 +155,7 @@ def test_short_prompts(llm: inkling_jax.LLM) -> None:
 def test_a_slot_and_its_pages_come_back(llm: inkling_jax.LLM) -> None:
     llm.draft_logits(list(range(40)))
     scheduler = llm.engine.scheduler
-    assert all(pool.free == pool.pages and not pool.reserved for pool in scheduler.pools.values())
+    assert all(pool.free == pool.pages for pool in scheduler.pools.values())
     assert len(scheduler.free_slots) == 1
 
 

@@ -47,7 +47,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
     yield llm
     scheduler = llm.engine.scheduler
     assert not scheduler.running and not scheduler.waiting and len(scheduler.free_slots) == SLOTS
-    assert scheduler.pools["global"].free == scheduler.pools["global"].pages
+    assert scheduler.pools["global"].available == scheduler.pools["global"].pages
     assert not llm.calls.mail
 
 

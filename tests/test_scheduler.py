@@ -1,19 +1,16 @@
-"""Pages, slots and turns on the host: whatever comes, no page has two owners, none is lost, and every request ends."""
+"""Pages, slots and turns on the host."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inkling_jax.cache.allocator import PagePool, SequencePages
 from inkling_jax.cache.paged import CacheShape
 from inkling_jax.engine.request import Request, SamplingParams
-from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
+from inkling_jax.engine.scheduler import Limits, Plan, Scheduler
+from inkling_jax.engine.sequence import PLACES, Sequence
 from inkling_jax.errors import CapacityError, InputError
 
 LIMITS = Limits(
@@ -26,11 +23,22 @@ LIMITS = Limits(
     window=8,
     max_context=40,
     chunk=6,
+    steps=3,
 )
 
 
-def request(length: int, max_tokens: int | None = 4) -> Request:
-    return Request(tuple(range(length)), SamplingParams(temperature=0, max_tokens=max_tokens))
+def request(length: int, max_tokens: int | None = 4, **more) -> Request:
+    return Request(tuple(range(length)), SamplingParams(temperature=0, max_tokens=max_tokens), **more)
+
+
+def rows(plan: Plan) -> tuple[list, list]:
+    return plan.parts, plan.decoding
+
+
+def read_back(sequence: Sequence, token: int = 7) -> None:
+    """Let the host see one token of a step in flight."""
+    sequence.in_flight -= 1
+    sequence.made.append(token)
 
 
 # Pages of one sequence
@@ -97,194 +105,184 @@ def test_first_come_first_served():
     """Two slots: the third waits for one, and takes the one that becomes free."""
     scheduler = Scheduler(LIMITS)
     sequences = [scheduler.add(request(3)) for _ in range(3)]
-    assert scheduler.admit() == sequences[:2] and scheduler.admit() == []
-    assert {s.slot for s in sequences[:2]} == {0, 1}
+    assert scheduler.plan().admitted == sequences[:2]
+    assert {s.slot for s in sequences[:2]} == {0, 1} and scheduler.waiting == sequences[2:]
     scheduler.retire(sequences[0])
-    assert scheduler.admit() == [sequences[2]]
+    assert scheduler.plan().admitted == [sequences[2]]
     assert sequences[2].slot == sequences[0].slot
 
 
-def test_admission_waits_for_the_worst_case():
-    """What may need 10 of 16 pages is not begun while another may come to need 8; a short one behind it waits too."""
-    scheduler = Scheduler(LIMITS)
-    first = scheduler.add(request(1, 32))  # 32 positions, 8 pages
-    scheduler.admit()
-    second, third = scheduler.add(request(36, 5)), scheduler.add(request(1, 1))
-    assert scheduler.admit() == []
-    scheduler.retire(first)
-    assert scheduler.admit() == [second, third]
+def test_priority_is_worth_places_in_line():
+    """A later request of higher priority goes first, but not before all that came long ago: nobody starves."""
+    scheduler = Scheduler(dataclasses.replace(LIMITS, slots=1))
+    first, second = scheduler.add(request(3)), scheduler.add(request(3))
+    urgent, idle = scheduler.add(request(3, priority=1)), scheduler.add(request(3, priority=-1))
+    assert scheduler.waiting == [urgent, first, second, idle]
+    for _ in range(PLACES):
+        scheduler.add(request(3))
+    late = scheduler.add(request(3, priority=1))
+    assert scheduler.waiting.index(late) == 4  # behind what came 64 places before it: urgent, first, second and the fifth
+    assert scheduler.waiting.index(idle) < len(scheduler.waiting) - 1
+
+
+def test_deadlines():
+    """Each is told once, when its time has come, wherever the request is by then; one that has ended is not."""
+    now = 0.0
+    scheduler = Scheduler(LIMITS, clock=lambda: now)
+    late, soon, gone = (scheduler.add(request(3, deadline=seconds)) for seconds in (5.0, 1.0, 0.5))
+    scheduler.retire(gone)
+    assert scheduler.overdue() == []
+    now = 1.0
+    assert scheduler.overdue() == [soon] and scheduler.overdue() == [soon][:0]
+    scheduler.plan()
+    now = 9.0
+    assert scheduler.overdue() == [late]
+
+
+@pytest.mark.parametrize("field", [{"priority": 1.5}, {"priority": True}, {"deadline": -1}, {"deadline": "1"}])
+def test_urgency_that_is_none(field):
+    (name,) = field
+    with pytest.raises(InputError, match=f"Request.{name} must be"):
+        request(3, **field)
 
 
 def test_what_can_never_run_is_refused_with_both_numbers():
     scheduler = Scheduler(LIMITS)
     with pytest.raises(CapacityError, match="the prompt has 41 tokens, the context holds 40"):
         scheduler.add(request(41))
-    scheduler.add(request(40, 1))
-    small = Scheduler(dataclasses.replace(LIMITS, global_pages=3))
-    with pytest.raises(CapacityError, match=r"may need 4 pages of the global KV pool \(prompt 10 \+ 4 new tokens\), it has 3"):
-        small.add(request(10, 4))
-    assert small.add(request(9, 4)).total == 12
-    with pytest.raises(CapacityError, match="may need 4 pages of the local KV pool .* it has 3"):
-        Scheduler(dataclasses.replace(LIMITS, local_pages=3)).add(request(13, 1))
+    with pytest.raises(CapacityError, match=r"need 17 pages of the global KV pool \(prompt 10 \+ 56 new tokens\), it has 16"):
+        scheduler.add(request(10, 56))
     with pytest.raises(InputError, match="empty"):
         scheduler.add(request(0))
+    assert not scheduler.waiting
+
+
+def test_pools_too_small_for_a_context_are_refused_at_once():
+    """Naming the setting: what is never refused later, a sequence as long as the context, must fit."""
+    with pytest.raises(CapacityError, match="max_context 40 needs 10 pages of the global KV pool, it has 9: lower max_context"):
+        Scheduler(dataclasses.replace(LIMITS, global_pages=9))
+    with pytest.raises(CapacityError, match="max_context 40 needs 5 pages of the local KV pool, it has 4"):
+        Scheduler(dataclasses.replace(LIMITS, local_pages=4))
 
 
 def test_room_of_a_request():
-    """Without max_tokens, what the context or the pools hold; the last token takes no position. More is cut to the context."""
+    """Without max_tokens, what the context holds; the last token takes no position. More is cut to the context."""
     assert Scheduler(LIMITS).add(request(30, None)).max_tokens == 11
-    assert Scheduler(LIMITS).add(request(30, 100)).max_tokens == 11
+    assert Scheduler(LIMITS).add(request(30, 34)).max_tokens == 11
     assert Scheduler(LIMITS).add(request(40, None)).max_tokens == 1
-    assert Scheduler(dataclasses.replace(LIMITS, global_pages=8)).add(request(30, None)).max_tokens == 3
-    assert Scheduler(dataclasses.replace(LIMITS, local_pages=4)).add(request(10, None)).max_tokens == 7
 
 
 # Turns
 
 
 def test_prompts_share_a_chunk():
-    """Six tokens a step over the prompts in order; a prompt goes on where it was cut."""
+    """Six tokens a step over the prompts in order; a prompt goes on where it was cut, beside those who have begun to decode."""
     scheduler = Scheduler(LIMITS)
-    a, b = scheduler.add(request(4)), scheduler.add(request(9))
-    scheduler.admit()
-    assert scheduler.next_chunk() == [(a, 0, 4), (b, 0, 2)]
-    assert scheduler.next_chunk() == [(b, 2, 8)]
-    assert scheduler.next_chunk() == [(b, 8, 9)]
-    assert scheduler.next_chunk() == []
+    a, b = scheduler.add(request(4)), scheduler.add(request(11))
+    assert rows(scheduler.plan()) == ([(a, 0, 4), (b, 0, 2)], [])
+    assert rows(scheduler.plan()) == ([(b, 2, 7)], [a])
+    assert rows(scheduler.plan()) == ([(b, 7, 11)], [a])
+    assert (a.dispatched, b.dispatched) == (3, 1)
+    plan = scheduler.plan()
+    assert rows(plan) == ([], [a, b]) and plan.steps == 3
+    assert (a.dispatched, b.dispatched) == (4, 4)
+    assert rows(scheduler.plan()) == ([], [])
+
+
+def test_prompts_have_half_of_a_step():
+    """However many decode: those first in line go on with it, the others after the prompts."""
+    scheduler = Scheduler(dataclasses.replace(LIMITS, slots=4, local_pages=20, chunk=4))
+    early = [scheduler.add(request(1, 9)) for _ in range(3)]
+    scheduler.plan()
+    late = scheduler.add(request(5))
+    assert rows(scheduler.plan()) == ([(late, 0, 2)], early[:2])
+    assert rows(scheduler.plan()) == ([(late, 2, 4)], early[:2])
+    assert rows(scheduler.plan()) == ([(late, 4, 5)], early[:2])
+    assert rows(scheduler.plan()) == ([], [*early, late])
+
+
+def test_alone_a_step_reads_one_prompt_and_nobody_loses_pages():
+    """Cut at multiples of the chunk, without those who decode beside it; admitted with all pages that it may ever need."""
+    scheduler = Scheduler(dataclasses.replace(LIMITS, alone=True))
+    first, second = scheduler.add(request(8, 30)), scheduler.add(request(3, 30))
+    assert rows(scheduler.plan()) == ([(first, 0, 6)], [])
+    assert rows(scheduler.plan()) == ([(first, 6, 8)], [])
+    assert second.slot < 0 and rows(scheduler.plan()) == ([], [first])  # it may need 10 pages, and the other 8, of 16
+    scheduler.retire(first)
+    third = scheduler.add(request(8, 1))
+    assert rows(scheduler.plan()) == ([(second, 0, 3)], []) and rows(scheduler.plan()) == ([(third, 0, 6)], [])
 
 
 def test_decoding_ends_with_what_may_have_been_made():
     """A sequence decodes once its prompt is in, and only while dispatched steps may not have made all its tokens."""
-    sequence = Scheduler(LIMITS).add(request(3, 4))
-    assert not sequence.decoding
-    sequence.prefilled, sequence.dispatched = 3, 1
+    scheduler = Scheduler(LIMITS)
+    sequence = scheduler.add(request(3, 4))
+    assert sequence.reading and not sequence.decoding
+    scheduler.plan()
     assert sequence.decoding and sequence.position == 3
-    sequence.dispatched = 4
-    assert not sequence.decoding
+    scheduler.plan()
+    assert sequence.dispatched == 4 and not sequence.decoding
+
+
+def test_the_last_in_line_loses_its_slot_and_goes_on_later():
+    """Two sequences that come to need 18 of 16 pages: the second reads again all it had made, once the first has ended."""
+    scheduler = Scheduler(dataclasses.replace(LIMITS, steps=4))
+    first, second = scheduler.add(request(4, 33)), scheduler.add(request(2, 33))
+    while second.slot >= 0 or second.preempted == 0:
+        for sequence in scheduler.plan().decoding:
+            read_back(sequence, 5)
+            sequence.made += [5] * (sequence.dispatched - len(sequence.made))
+        for sequence in (first, second):
+            while sequence.in_flight:
+                read_back(sequence)
+    assert scheduler.waiting == [second] and scheduler.running == [first]
+    assert len(first.pages["global"].held()) == 9 and not second.pages["global"].held()
+    made = len(second.made)
+    assert scheduler.plan().admitted == []  # its pages are there, but not those to spare
+    scheduler.retire(first)
+    plan = scheduler.plan()
+    assert plan.admitted == [second] and plan.parts == [(second, 0, 6)]
+    assert second.ids == tuple(range(2)) + tuple(second.made) and second.resumed == made
+
+
+def test_who_lost_its_slot_waits_for_what_is_in_flight():
+    """Tokens that the device has made for it count: it must know them before it reads again."""
+    scheduler = Scheduler(LIMITS)
+    sequence = scheduler.add(request(3))
+    scheduler.plan()
+    scheduler._preempt(sequence)
+    assert scheduler.plan().admitted == []
+    read_back(sequence, 9)
+    assert scheduler.plan().parts == [(sequence, 0, 4)] and sequence.ids == (0, 1, 2, 9)
+    assert sequence.position == 4 and sequence.dispatched == 2
 
 
 def test_retiring_twice_or_while_waiting():
     scheduler = Scheduler(LIMITS)
-    running, waiting = scheduler.add(request(3)), scheduler.add(request(3))
-    scheduler.admit()
-    last = scheduler.add(request(3))
-    for sequence in (last, last, running, running, waiting):
+    lot = [scheduler.add(request(3)) for _ in range(3)]
+    scheduler.plan()
+    scored = None
+    for sequence in (lot[2], lot[2], lot[0], lot[0]):
         scheduler.retire(sequence)
-    assert sorted(scheduler.free_slots) == [0, 1] and not scheduler.running and not scheduler.waiting
+    scored = scheduler.open(request(5))
+    with pytest.raises(CapacityError, match=r"no slot for scoring a prompt of 5 tokens \(0 of 2 slots are free\)"):
+        scheduler.open(request(5))
+    for sequence in (lot[1], scored, scored):
+        scheduler.retire(sequence)
+    assert sorted(scheduler.free_slots) == [0, 1] and not scheduler.running and not scheduler.waiting and not scheduler.scoring
 
 
-class Driven(RuleBasedStateMachine):
-    """A scheduler driven as the engine drives it, on a device that makes tokens, ends requests early and is read late."""
-
-    @initialize(
-        steps=st.integers(1, 5), ahead=st.integers(0, 2), global_pages=st.integers(10, 25), local_pages=st.integers(8, 20)
-    )
-    def begin(self, steps, ahead, global_pages, local_pages):
-        self.steps, self.ahead = steps, ahead
-        shape = CacheShape(3, 4, global_pages, local_pages, max_context=40, max_query=max(6, steps * (ahead + 2)))
-        self.limits = dataclasses.replace(
-            LIMITS, slots=3, global_pages=global_pages, local_pages=local_pages, local_width=shape.table_width(8)
-        )
-        self.scheduler = Scheduler(self.limits)
-        self.in_flight: deque[list[tuple[Sequence, int]]] = deque()  # tokens that each sequence of a step makes
-        self.made: dict[Sequence, int] = {}
-        self.tables: dict[tuple[int, str], dict[int, int]] = {}  # what the device knows: (slot, pool) -> column -> page
-        self.left: dict[Sequence, None] = {}  # in order of arrival
-
-    @rule(length=st.integers(1, 40), max_tokens=st.one_of(st.none(), st.integers(1, 30)))
-    def add(self, length, max_tokens):
-        try:
-            self.left[self.scheduler.add(request(length, max_tokens))] = None
-        except CapacityError:
-            need = min(length + (max_tokens or 1) - 1, 40)
-            pages = -(-need // 4)
-            assert pages > self.limits.global_pages or min(pages, self.limits.local_width) > self.limits.local_pages
-
-    @rule(share=st.floats(0, 1))
-    def step(self, share):
-        """One turn of the engine; a token ends its sequence early where `share` says so."""
-        for sequence in self.scheduler.admit():
-            self.made[sequence] = 0
-        parts = self.scheduler.next_chunk()
-        decoding = [s for s in self.scheduler.running if s.decoding]
-        if parts:
-            for sequence, begin, end in parts:
-                self.dispatch(sequence, begin, begin, end)
-            ending = [s for s, _, end in parts if end == s.prompt_length]
-            for sequence in ending:
-                sequence.dispatched = 1
-            self.in_flight.append([(s, self.make(s, 1, share)) for s in ending])
-        elif decoding:
-            for s in decoding:
-                end = min(s.prompt_length + s.dispatched - 1 + self.steps, s.total)
-                self.dispatch(s, s.position, s.prompt_length + max(self.made[s], 1) - 1, end)
-                s.dispatched = min(s.dispatched + self.steps, s.max_tokens)
-            self.in_flight.append([(s, self.make(s, self.steps, share)) for s in decoding])
-        if len(self.in_flight) > (self.ahead if parts or decoding else 0):
-            self.collect()
-
-    def make(self, sequence: Sequence, steps: int, share: float) -> int:
-        """Tokens that the device makes of `steps`; a negative count says that the last one ended the sequence."""
-        if self.made[sequence] < 0:  # ended before this step, which the host did not know
-            return 0
-        count = min(steps, sequence.max_tokens - self.made[sequence])
-        self.made[sequence] += count
-        if self.made[sequence] == sequence.max_tokens or share > 0.8:
-            self.made[sequence] = -1
-            return -count
-        return count
-
-    def dispatch(self, sequence: Sequence, begin: int, first: int, end: int) -> None:
-        """Queries from `first` (as the device knows; the host thinks `begin`) see their windows, and write up to `end`."""
-        assert begin <= first or self.made[sequence] < 0
-        for name, entries in self.scheduler.grow(sequence, begin, end).items():
-            table = self.tables.setdefault((sequence.slot, name), {})
-            table.update(entries)
-            pages = sequence.pages[name]
-            oldest = 0 if name == "global" else max(0, begin - self.limits.window + 1)
-            for absolute in range(oldest // 4, -(-end // 4)):
-                mine = pages._held[absolute - pages._first]
-                assert absolute >= pages._first and table[absolute % pages.width] == mine
-
-    def collect(self) -> None:
-        for sequence, made in self.in_flight.popleft():
-            if not sequence.done:
-                sequence.collected += abs(made)
-                if made < 0:
-                    self.retire(sequence)
-
-    def retire(self, sequence: Sequence) -> None:
-        self.scheduler.retire(sequence)
-        self.left.pop(sequence, None)
-
-    @precondition(lambda self: self.left)
-    @rule(data=st.data())
-    def cancel(self, data):
-        self.retire(data.draw(st.sampled_from(list(self.left))))
-
-    @invariant()
-    def every_page_has_one_owner(self):
-        for name, pool in self.scheduler.pools.items():
-            held = [page for s in self.scheduler.running for page in s.pages[name]._held]
-            assert sorted(held + pool._free) == list(range(pool.pages))
-            assert pool.reserved == sum(s.pages[name].reserved for s in self.scheduler.running) <= pool.pages
-            assert all(len(s.pages[name]._held) <= s.pages[name].reserved for s in self.scheduler.running)
-
-    @invariant()
-    def every_slot_has_one_owner(self):
-        slots = [s.slot for s in self.scheduler.running] + self.scheduler.free_slots
-        assert sorted(slots) == list(range(3))
-        assert set(self.scheduler.running) | set(self.scheduler.waiting) == set(self.left)
-
-    def teardown(self):
-        """Whatever the device does, all that is left ends within the steps that its tokens take."""
-        if not hasattr(self, "left"):
-            return
-        for _ in range(sum(s.total for s in self.left) + 10):
-            self.step(0.0)
-        assert not self.left and not self.in_flight
-        assert all(pool.free == pool.pages and pool.reserved == 0 for pool in self.scheduler.pools.values())
-
-
-TestDriven = Driven.TestCase
-TestDriven.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_scoring_takes_pages_from_who_runs():
+    """All ten local pages would be held by two that decode: who is last in line loses its slot."""
+    scheduler = Scheduler(dataclasses.replace(LIMITS, slots=3))
+    first, second = scheduler.add(request(6)), scheduler.add(request(20))
+    for _ in range(6):
+        scheduler.plan()
+    scored = scheduler.open(request(40, 1))
+    for begin in range(0, 40, 6):
+        scheduler.hold(scored, begin, min(begin + 6, 40))
+    assert second.preempted and not first.preempted
+    other = scheduler.open(request(40, 1))
+    with pytest.raises(CapacityError, match="no pages for scoring a prompt of 40 tokens beside others"):
+        for begin in range(0, 40, 6):
+            scheduler.hold(other, begin, min(begin + 6, 40))

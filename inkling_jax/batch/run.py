@@ -61,7 +61,9 @@ class Batch:
                 runner = Runner(llm, todo.tasks(file, self.defaults), self.slots, self.model)
                 with contextlib.closing(runner.events(lambda: stop)) as events:
                     written = self._write(events, todo, results, summary)
+                reuse = llm.engine.prefix_statistics
         self._tell_what_was_done(summary)
+        logger.info("  %s", reuse)
         if written == todo.left:
             return OK
         logger.warning(

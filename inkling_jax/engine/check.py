@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from inkling_jax.engine.scheduler import Sequence
+from inkling_jax.engine.sequence import Sequence
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Sampled
 from inkling_jax.errors import InklingError
@@ -42,12 +42,12 @@ class _Seen:
     @property
     def length(self) -> int:
         """Positions that are in the cache by now: the last token that was made is not."""
-        return self.sequence.prompt_length + len(self.made) - 1 if self.made else self.sequence.prefilled
+        return self.sequence.to_read + len(self.made) - 1 if self.made else self.sequence.prefilled
 
     def token(self, position: int) -> int:
         """What stands at a position."""
-        prompt = self.sequence.request.prompt_ids
-        return prompt[position] if position < len(prompt) else self.made[position - len(prompt)]
+        read = self.sequence.ids
+        return read[position] if position < len(read) else self.made[position - len(read)]
 
 
 class StepCheck:
@@ -94,7 +94,7 @@ class StepCheck:
         self._check_conv(new, after["conv"])
 
     def _of(self, sequence: Sequence) -> _Seen:
-        return self._seen.setdefault(id(sequence), _Seen(sequence))
+        return self._seen.setdefault(id(sequence), _Seen(sequence, appended=sequence.began))
 
     def _read(self, rows: list[tuple[int, Sequence]], sampled: Sampled) -> None:
         result = sampled.result
@@ -112,7 +112,7 @@ class StepCheck:
         goes_on = bool(seen.made) and not seen.ended
         for what, found, wanted in (
             ("tokens in the cache", int(length[slot]), end),
-            ("tokens made", int(generated[slot]), seen.finite),
+            ("tokens made", int(generated[slot]), seen.sequence.resumed + seen.finite),
             ("live", bool(live[slot]), goes_on),
         ):
             self._compare("lengths", found, wanted, f"slot {slot}, {what}")

@@ -6,8 +6,9 @@ Knows token ids and no text. One engine owns one state; every method is called f
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
@@ -15,20 +16,23 @@ import jax
 import numpy as np
 
 from inkling_jax.cache.paged import CacheShape
+from inkling_jax.cache.prefix import PrefixStatistics
 from inkling_jax.config import TextConfig
 from inkling_jax.engine import sampler
 from inkling_jax.engine.check import StepCheck
 from inkling_jax.engine.draft import DraftRunner
 from inkling_jax.engine.media import MediaRunner
 from inkling_jax.engine.output import Output, read_row
-from inkling_jax.engine.pack import SCORE_CHUNK, Entries, pack_chunk, pack_decode, side_by_side
+from inkling_jax.engine.pack import SCORE_CHUNK, pack_chunk, pack_decode, side_by_side
 from inkling_jax.engine.replicas import Replicas
 from inkling_jax.engine.request import Request, SamplingParams, check_ids, request_key
-from inkling_jax.engine.scheduler import Limits, Scheduler, Sequence
+from inkling_jax.engine.scheduler import Limits, Plan, Scheduler
+from inkling_jax.engine.sequence import Sequence
 from inkling_jax.engine.shapes import SAMPLINGS, Shapes, smallest
+from inkling_jax.engine.snapshots import Snapshots
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
-from inkling_jax.errors import CapacityError, InputError
+from inkling_jax.errors import InputError
 from inkling_jax.media import MediaItem
 from inkling_jax.model import MediaRows
 from inkling_jax.towers import Towers
@@ -38,11 +42,13 @@ from inkling_jax.towers import Towers
 class EngineOptions:
     """How the engine works; none of it changes a token beyond rounding."""
 
-    chunk: int = 512  # prompt tokens a step
+    chunk: int = 512  # tokens a step that reads prompts
     tokens_per_call: int = 8  # decode steps a host call
     ahead: int = 1  # steps dispatched before the oldest's result is read
-    deterministic: bool = False  # to the bit, a request's tokens do not depend on what else runs
+    deterministic: bool = False  # to the bit, a request's tokens do not depend on what else runs or ran
     check: bool = False  # compare the device's state with the host's after each step, see `check.StepCheck`
+    prefix_bytes: int = 1 << 30  # host memory for the states of prefixes that others may begin with; 0: none is kept
+    prefix_spacing: int = 2048  # tokens between prefixes that are kept of a prompt, beside its end
 
 
 @dataclasses.dataclass
@@ -84,6 +90,7 @@ class Engine:
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.drafts: DraftRunner | None = None  # once something asks for it
+        self.snapshots = Snapshots(programs, state.cache)
         limits = Limits(
             slots=shape.slots,
             page_size=shape.page_size,
@@ -94,6 +101,9 @@ class Engine:
             window=window,
             max_context=shape.max_context,
             chunk=options.chunk,
+            steps=options.tokens_per_call,
+            prefixes=0 if options.deterministic else options.prefix_bytes // self.snapshots.nbytes,
+            spacing=options.prefix_spacing,
             alone=options.deterministic,
         )
         self.replicas = programs.mesh.shape["data"]
@@ -108,6 +118,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is unfinished or any result unread."""
         return bool(self._sequences or self._in_flight)
+
+    @property
+    def prefix_statistics(self) -> PrefixStatistics:
+        """What the reuse of prefixes has come to."""
+        return PrefixStatistics() if self.scheduler.prefixes is None else self.scheduler.prefixes.statistics
 
     def close(self) -> None:
         """Free the device memory of weights and state; later calls raise InputError."""
@@ -128,6 +143,8 @@ class Engine:
         check_ids(request.prompt_ids, self.vocab)
         self.media.check(request.media)
         request.params.validate_for(self.vocab)
+        if request.deadline is not None and jax.process_count() > 1:
+            raise InputError("a deadline needs a single process: the clocks of several do not agree")
         sequence = self.scheduler.add(request)
         self._next_id += 1
         self._sequences[self._next_id] = sequence
@@ -142,22 +159,19 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
-        for sequence in self.scheduler.admit():
+        outputs = [self._cancel_overdue(sequence) for sequence in self.scheduler.overdue()]
+        plans, ahead = self.scheduler.plans(), self.options.ahead
+        for sequence in (sequence for plan in plans for sequence in plan.admitted):
             self._admit(sequence)
         if self.check is not None:
             self.check.before(self)
-        parts = self.scheduler.next_chunk()
-        if parts:
-            self._dispatch_prefill(parts)
+        if not any(plan.parts or plan.decoding for plan in plans):
+            ahead = 0
+        elif plans[0].mixed:
+            self._dispatch_chunk(plans)
         else:
-            decoding = [s for s in self.scheduler.running if s.decoding]
-            if decoding:
-                self._dispatch_decode(decoding)
-            elif not self._in_flight:
-                return []
-            else:
-                return self._collect()
-        return self._collect() if len(self._in_flight) > self.options.ahead else []
+            self._dispatch_decode(plans)
+        return outputs + (self._collect() if len(self._in_flight) > ahead else [])
 
     def run(self) -> Iterator[Output]:
         """Step until nothing is left."""
@@ -173,7 +187,7 @@ class Engine:
         """
         with self._teacher_forced(token_ids, media) as sequence:
             for begin, end in self._pieces(sequence):
-                chunk, context = self._chunk([(sequence, begin, end)])
+                chunk, context = self._piece(sequence, begin, end)
                 (logits, tape), self.state = self.programs.score(self.leaves, self.state, chunk, context=context, trace=trace)
                 first = self._replica(sequence) * (len(chunk.token_ids) // self.replicas)
                 own = slice(first, first + end - begin)
@@ -192,7 +206,7 @@ class Engine:
         with self._teacher_forced(token_ids, media) as sequence:
             cache, shape = drafts.create_cache(length, self.shape.page_size, min(self.options.chunk, SCORE_CHUNK))
             for begin, end in self._pieces(sequence):
-                chunk, context = self._chunk([(sequence, begin, end)])
+                chunk, context = self._piece(sequence, begin, end)
                 hidden, self.state = self.programs.hidden(self.leaves, self.state, chunk, context=context)
                 later = [self._later(sequence, begin + 1 + k, end + 1 + k, len(chunk.token_ids)) for k in range(drafts.depths)]
                 states, cache = drafts.states(self.leaves, cache, shape, end, hidden, chunk, later)
@@ -212,19 +226,8 @@ class Engine:
         self._check_open()
         check_ids(token_ids, self.vocab)
         self.media.check(media)
-        sequence = self.scheduler.add(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1), media=media))
+        sequence = self.scheduler.open(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1), media=media))
         try:
-            for admitted in self.scheduler.admit():
-                if admitted is not sequence:
-                    self._admit(admitted)
-            if sequence.slot < 0:
-                free = len(self.scheduler.free_slots)
-                raise CapacityError(
-                    f"no slot or not enough pages for scoring a prompt of {len(token_ids)} tokens ({free} of {self.shape.slots} "
-                    "slots are free): finish or cancel other requests first"
-                )
-            # The caller may step between chunks: to the scheduler there is nothing left to do for this sequence.
-            sequence.prefilled, sequence.dispatched = sequence.prompt_length, sequence.max_tokens
             yield sequence
         finally:
             self._retire(sequence)
@@ -232,57 +235,77 @@ class Engine:
     def _pieces(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """Where the chunks of a prompt that is read for its logits begin and end."""
         length = min(self.options.chunk, max(size for size in self.shapes.chunks if size <= SCORE_CHUNK))
-        for begin in range(0, sequence.prompt_length, length):
-            yield begin, min(sequence.prompt_length, begin + length)
+        for begin in range(0, sequence.to_read, length):
+            yield begin, min(sequence.to_read, begin + length)
+
+    def _piece(self, sequence: Sequence, begin: int, end: int) -> tuple[Chunk, int]:
+        """A chunk of a prompt that is read for its logits, and the bound on its length."""
+        plans = [Plan(1, True) for _ in range(self.replicas)]
+        parts, entries = [(sequence, begin, end)], self.scheduler.hold(sequence, begin, end)
+        plans[self._replica(sequence)] = Plan(1, True, parts=parts, entries=entries)
+        return self._chunk(plans)
 
     def _check_open(self) -> None:
         if self.closed:
             raise InputError("this model is closed: load it again")
 
-    def _retire(self, sequence: Sequence) -> None:
-        self.scheduler.retire(sequence)
+    def _retire(self, sequence: Sequence, *, spoilt: bool = False) -> None:
+        self.scheduler.retire(sequence, spoilt=spoilt)
         self.media.release(sequence)
 
+    def _cancel_overdue(self, sequence: Sequence) -> Output:
+        del self._sequences[sequence.id]
+        self._retire(sequence)
+        message = f"the deadline of {sequence.request.deadline:g} s has passed ({len(sequence.made)} tokens were made)"
+        return Output(sequence.id, (), (), "cancelled", message)
+
     def _admit(self, sequence: Sequence) -> None:
+        """Set a sequence's slot up: its settings, what it has made before it lost an earlier one, and what it begins with."""
         request = sequence.request
         seed = request.params.seed
-        key = request_key(int(self._seeds.integers(1 << 63)) if seed is None else seed, request.sample)
-        values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, key)
+        if sequence.key is None:
+            sequence.key = request_key(int(self._seeds.integers(1 << 63)) if seed is None else seed, request.sample)
+        values = sampler.slot_values(request.params, self.default_stop_ids, self.vocab, sequence.key)
         values["max_tokens"] = np.asarray(sequence.max_tokens, np.int32)
         row = sampler.prompt_row(request.prompt_ids, self.state.sampler.prompt_seen.shape[1])
-        self.state = dataclasses.replace(self.state, sampler=sampler.admit(self.state.sampler, sequence.slot, values, row))
+        settings = sampler.admit(self.state.sampler, sequence.slot, values, row)
+        if sequence.resumed:
+            settings = sampler.resume(settings, sequence.slot, sequence.made)
+        self.state = dataclasses.replace(self.state, sampler=settings)
+        if sequence.prefix is not None:
+            rows = {name: pages.row() for name, pages in sequence.pages.items()}
+            cache = self.snapshots.restore(self.state.cache, sequence.slot, sequence.prefix.snapshot, rows)
+            self.state = dataclasses.replace(self.state, cache=cache)
 
-    def _dispatch_prefill(self, parts: list[tuple[Sequence, int, int]]) -> None:
-        chunk, context = self._chunk(parts)
-        ending = [s for s, _, end in parts if end == s.prompt_length]
-        sampling = self._sampling([s for s, _, _ in parts])
+    def _dispatch_chunk(self, plans: list[Plan]) -> None:
+        """Dispatch parts of prompts, and a token for each that decodes beside them."""
+        chunk, context = self._chunk(plans)
+        made, count = [], len(chunk.slot) // self.replicas
+        for r, plan in enumerate(plans):
+            made += [(r * count + row, s) for row, (s, _, end) in enumerate(plan.parts) if end == s.to_read]
+            made += list(enumerate(plan.decoding, r * count + len(plan.parts)))
+        parts, keep = ([item for plan in plans for item in listed(plan)] for listed in (lambda p: p.parts, lambda p: p.keep))
+        sampling = self._sampling([*(s for s, _, _ in parts), *(s for plan in plans for s in plan.decoding)])
         sampled, self.state = self.programs.prefill(self.leaves, self.state, chunk, context=context, sampling=sampling)
-        for sequence in ending:
-            sequence.dispatched = 1
-            self.media.release(sequence)
-        lots, count = self._lots(parts, lambda part: part[0]), len(chunk.slot) // self.replicas
-        rows = [(r * count + i, part[0]) for r, lot in enumerate(lots) for i, part in enumerate(lot)]
-        self._launched([(row, sequence) for row, sequence in rows if sequence in ending], sampled)
+        self._launched(made, sampled)
+        for sequence, _, end in parts:
+            if end == sequence.to_read:
+                self.media.release(sequence)
+        for sequence, end in keep:
+            take = functools.partial(self.snapshots.take, self.state.cache, sequence.slot, self._step)
+            self.scheduler.keep(sequence, end, take)
 
-    def _dispatch_decode(self, sequences: list[Sequence]) -> None:
-        steps = self.options.tokens_per_call
-        lots, packed, longest = self._lots(sequences, lambda sequence: sequence), [], 0
-        rows = smallest(self.shapes.rows, max(map(len, lots)))
-        for lot in lots:
-            entries: Entries = {"global": [], "local": []}
-            for sequence in lot:
-                end = min(sequence.prompt_length + sequence.dispatched - 1 + steps, sequence.total)
-                self._grow(sequence, sequence.position, end, entries)
-                sequence.dispatched = min(sequence.dispatched + steps, sequence.max_tokens)
-                longest = max(longest, end)
-            packed.append(pack_decode([self._own_slot(s) for s in lot], entries, self.shape, rows, steps))
+    def _dispatch_decode(self, plans: list[Plan]) -> None:
+        sequences, steps = [s for plan in plans for s in plan.decoding], plans[0].steps
+        rows = smallest(self.shapes.rows, max(len(plan.decoding) for plan in plans))
+        packed = [pack_decode(self._own_slots(plan.decoding), plan.entries, self.shape, rows, steps) for plan in plans]
         inputs = side_by_side(packed)
-        context = smallest(self.shapes.contexts, longest)
+        context = smallest(self.shapes.contexts, max(s.positions for s in sequences))
         sampling = self._sampling(sequences)
         sampled, self.state = self.programs.decode(
             self.leaves, self.state, inputs, context=context, sampling=sampling, steps=steps
         )
-        self._launched([(r * rows + i, s) for r, lot in enumerate(lots) for i, s in enumerate(lot)], sampled)
+        self._launched([(r * rows + i, s) for r, plan in enumerate(plans) for i, s in enumerate(plan.decoding)], sampled)
 
     def _launched(self, rows: list[tuple[int, Sequence]], sampled: Sampled) -> None:
         self._step += 1
@@ -296,53 +319,46 @@ class Engine:
         """Read the oldest step in flight and turn its rows into outputs."""
         flight = self._in_flight.popleft()
         sampled = jax.device_get(flight.sampled)
+        self.snapshots.settle(flight.step)
         outputs = []
         for row, sequence in flight.rows:
+            sequence.in_flight -= 1
             if sequence.done:
                 continue
             output = read_row(sequence, jax.tree.map(lambda a, row=row: a[:, row], sampled), flight.step)
             if output.finish_reason:
                 del self._sequences[sequence.id]
-                self._retire(sequence)
+                self._retire(sequence, spoilt=output.finish_reason == "error")
             outputs.append(output)
         return outputs
 
-    def _chunk(self, parts: list[tuple[Sequence, int, int]]) -> tuple[Chunk, int]:
-        """The device's view of prompt parts (sequence, begin, end), and the context bucket that holds them."""
-        lots, chunks, firsts = self._lots(parts, lambda part: part[0]), [], []
-        places = smallest(self.shapes.chunks, max(sum(end - begin for _, begin, end in lot) for lot in lots))
-        for r, lot in enumerate(lots):
-            entries: Entries = {"global": [], "local": []}
-            packed, first = [], r * places
-            for sequence, begin, end in lot:
-                self._grow(sequence, begin, end, entries)
-                ids = sequence.request.prompt_ids[begin:end]
-                packed.append((self._own_slot(sequence), ids, begin, end == sequence.prompt_length))
+    def _chunk(self, plans: list[Plan]) -> tuple[Chunk, int]:
+        """The device's view of parts of prompts and rows that decode, replica after replica, and the bound on their lengths."""
+        tokens = [sum(end - begin for _, begin, end in plan.parts) + len(plan.decoding) for plan in plans]
+        places, chunks, parts, firsts = smallest(self.shapes.chunks, max(tokens)), [], [], []
+        for r, plan in enumerate(plans):
+            slots = self._own_slots([s for s, _, _ in plan.parts])
+            packed = [
+                (slot, s.ids[begin:end], begin, end == s.to_read) for slot, (s, begin, end) in zip(slots, plan.parts, strict=True)
+            ]
+            chunks.append(pack_chunk(packed, plan.entries, self.shape, places, self._own_slots(plan.decoding)))
+            first = r * places
+            for sequence, begin, end in plan.parts:
                 firsts.append(first)
                 first += end - begin
-                self.media.admit(sequence, sequence.request.media)
-            chunks.append(pack_chunk(packed, entries, self.shape, places))
-        in_order = [part for lot in lots for part in lot]
-        chunk = dataclasses.replace(side_by_side(chunks), media=self.media.rows(self.replicas * places, in_order, firsts))
-        return chunk, smallest(self.shapes.contexts, max(end for _, _, end in parts))
-
-    def _lots[T](self, items: SequenceOf[T], owner: Callable[[T], Sequence]) -> list[list[T]]:
-        """What belongs to the sequences of each replica."""
-        lots: list[list[T]] = [[] for _ in range(self.replicas)]
-        for item in items:
-            lots[self._replica(owner(item))].append(item)
-        return lots
+                # the rows of what lies in a prefix that it began with are not needed
+                self.media.admit(sequence, [i for i in sequence.request.media if i.begin + len(i.values) > begin])
+            parts += plan.parts
+        chunk = dataclasses.replace(side_by_side(chunks), media=self.media.rows(self.replicas * places, parts, firsts))
+        longest = max([*(end for _, _, end in parts), *(s.positions for plan in plans for s in plan.decoding)])
+        return chunk, smallest(self.shapes.contexts, longest)
 
     def _replica(self, sequence: Sequence) -> int:
         return sequence.slot // (self.shape.slots + 1)
 
-    def _own_slot(self, sequence: Sequence) -> int:
-        """Its number in its replica."""
-        return sequence.slot % (self.shape.slots + 1)
-
-    def _grow(self, sequence: Sequence, begin: int, end: int, entries: Entries) -> None:
-        for name, new in self.scheduler.grow(sequence, begin, end).items():
-            entries[name] += [(self._own_slot(sequence), column, page) for column, page in new]
+    def _own_slots(self, sequences: list[Sequence]) -> list[int]:
+        """Their numbers in their replica."""
+        return [sequence.slot % (self.shape.slots + 1) for sequence in sequences]
 
     def _sampling(self, sequences: list[Sequence]) -> Sampling:
         params = [s.request.params for s in sequences]

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from inkling_jax.engine.scheduler import Sequence
+from inkling_jax.engine.sequence import Sequence
 from inkling_jax.engine.steps import Sampled
 
 
@@ -26,18 +26,18 @@ class Output:
     request_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: str | None = None  # "stop", "length" or "error"
+    finish_reason: str | None = None  # "stop", "length", "error" or, past its deadline, "cancelled"
     error: str | None = None
 
 
 def read_row(sequence: Sequence, sampled: Sampled, step: int) -> Output:
-    """What step number `step` has made for a sequence whose row `sampled` is, one entry a decode step; it counts as collected."""
+    """What step number `step` has made for a sequence whose row `sampled` is, one entry a decode step; it joins `made`."""
     result, tokens, logprobs = sampled.result, [], []
     reason = error = None
     for i in np.flatnonzero(sampled.emitted):
-        sequence.collected += 1
         if not result.finite[i]:
-            reason, error = "error", f"the logits of step {step} are not finite (generated token {sequence.collected})"
+            number = len(sequence.made) + len(tokens) + 1
+            reason, error = "error", f"the logits of step {step} are not finite (generated token {number})"
             break
         if result.stopped[i]:
             reason = "stop"
@@ -48,4 +48,5 @@ def read_row(sequence: Sequence, sampled: Sampled, step: int) -> Output:
             logprobs.append(TokenLogprobs(tokens[-1], float(result.logprob[i]), tuple(top)[: sequence.request.params.logprobs]))
         if result.exhausted[i]:
             reason = "length"
+    sequence.made += tokens
     return Output(sequence.id, tuple(tokens), tuple(logprobs), reason, error)

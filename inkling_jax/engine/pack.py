@@ -55,17 +55,29 @@ def pack_updates(entries: Entries, capacity: int) -> PageUpdates:
     return PageUpdates(table(entries["global"]), table(entries["local"]))
 
 
-def pack_chunk(parts: list[tuple[int, tuple[int, ...], int, bool]], entries: Entries, shape: CacheShape, places: int) -> Chunk:
-    """Prompt parts (slot, token ids, position of the first, whether the prompt ends here) laid end to end in so many places."""
+def pack_chunk(
+    parts: list[tuple[int, tuple[int, ...], int, bool]],
+    entries: Entries,
+    shape: CacheShape,
+    places: int,
+    decoding: Sequence[int] = (),
+) -> Chunk:
+    """Prompt parts (slot, token ids, position of the first, whether the prompt ends here) laid end to end in so many places.
+
+    Behind them a place for each slot of `decoding`.
+    """
     rows = bucket(shape.slots)
     token_ids: Any = np.zeros(places, np.int32)
     slot: Any = np.full(rows, shape.slots, np.int32)
     count: Any = np.zeros(rows, np.int32)
     length: Any = np.zeros(rows, np.int32)
+    decode: Any = np.zeros(rows, bool)
     last: Any = np.zeros(rows, bool)
     at = 0
     for row, (where, ids, begin, ends) in enumerate(parts):
         token_ids[at : at + len(ids)] = ids
         slot[row], count[row], length[row], last[row] = where, len(ids), begin + len(ids), ends
         at += len(ids)
-    return Chunk(token_ids, slot, count, length, last, pack_updates(entries, places // shape.page_size + 2 * rows))
+    those = slice(len(parts), len(parts) + len(decoding))
+    slot[those], count[those], decode[those] = decoding, 1, True
+    return Chunk(token_ids, slot, count, length, decode, last, pack_updates(entries, places // shape.page_size + 2 * rows))

@@ -92,12 +92,24 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: token ids, settings, which of the `n` samples of its prompt it is, and what stands in for ids."""
+    """One sequence to generate: token ids, settings, which of the `n` samples of its prompt it is, and what stands in for ids.
+
+    Each level of `priority` is worth some places in line (`engine/sequence.py`). After `deadline` seconds it ends as "cancelled".
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     sample: int = 0
     media: tuple[MediaItem, ...] = ()
+    priority: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what a scheduler would stumble over."""
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InputError(f"Request.priority must be an integer, got {self.priority!r}")
+        if self.deadline is not None:
+            _number("deadline", self.deadline, 0.0, math.inf, "Request")
 
 
 def request_key(seed: int, sample: int = 0) -> np.ndarray:
@@ -133,10 +145,10 @@ _INTEGERS = (
 )
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _number(name: str, value: object, low: float, high: float, of: str = "SamplingParams") -> float:
     """`value` as a float, where it is a number (no bool, string or NaN) from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating) or not low <= value <= high:
-        raise InputError(f"SamplingParams.{name} must be a number from {low:g} to {high:g}, got {value!r}")
+        raise InputError(f"{of}.{name} must be a number from {low:g} to {high:g}, got {value!r}")
     return float(value)
 
 

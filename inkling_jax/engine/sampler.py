@@ -165,6 +165,24 @@ def _admitter(shardings: SamplerState) -> Callable[..., SamplerState]:
     return jax.jit(write, donate_argnums=0, out_shardings=shardings)
 
 
+def resume(state: SamplerState, slot: int, made: Sequence[int]) -> SamplerState:
+    """`state`, which is donated, where the request in `slot` has generated these tokens already and goes on from there."""
+    counts = np.bincount(np.asarray(made, np.int64), minlength=state.output_counts.shape[1]).astype(np.int32)
+    shardings = jax.tree.map(lambda array: array.sharding, state)
+    return _resumer(shardings)(state, np.int32(slot), np.int32(len(made)), counts)
+
+
+@cache
+def _resumer(shardings: SamplerState) -> Callable[..., SamplerState]:
+    """The program of `resume`, for a state that lies as `shardings` say, and does so afterwards."""
+
+    def write(state: SamplerState, slot: Int[Array, ""], generated: Int[Array, ""], counts: Int[Array, " V"]) -> SamplerState:
+        rows = {"generated": generated, "output_counts": counts}
+        return replace(state, **{name: getattr(state, name).at[slot].set(row) for name, row in rows.items()})
+
+    return jax.jit(write, donate_argnums=0, out_shardings=shardings)
+
+
 def advance(state: SamplerState, slots: Int[Array, " B"], tokens: Int[Array, " B"], live: Bool[Array, " B"]) -> SamplerState:
     """`state` after the rows that are live have taken their tokens; other rows may hold any slot and any token."""
     rows = jnp.where(live, slots, state.generated.shape[0])  # past the end: dropped

@@ -1,4 +1,4 @@
-"""The jitted programs: prefill of a ragged chunk, N decode steps, and the forward that scores or traces.
+"""The jitted programs: a ragged chunk of prompts beside decoding rows, N decode steps, and the forward that scores or traces.
 
 Each is one shard_map over the mesh around one forward. The model is split once; programs take its flat leaves and merge while
 tracing (design 1). Shapes are bucketed by the caller; what is static is named in each signature.
@@ -32,29 +32,36 @@ COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens of B rows laid end to end in T places, in row order. Rows not used have count 0 and slot `slots`."""
+    """Tokens of B rows laid end to end in T places, in row order: parts of prompts, and rows that decode, a place each.
+
+    The device knows the token and the position of a row that decodes, and whether it is still live; where not, its place is idle.
+    Rows not used have count 0 and slot `slots`.
+    """
 
     token_ids: Int[Array, " T"]
     slot: Int[Array, " B"]
     count: Int[Array, " B"]
-    length: Int[Array, " B"]  # of the sequence, this chunk included
+    length: Int[Array, " B"]  # of the sequence, this chunk included; of a row that decodes anything
+    decode: Bool[Array, " B"]
     last: Bool[Array, " B"]  # the prompt ends in this chunk: sample its first token
     updates: PageUpdates
     media: MediaRows | None = None  # None where no token stands for one: such chunks have programs of their own
 
-    def ragged(self) -> Ragged:
-        """The same rows with each token's place worked out."""
+    def ragged(self, state: EngineState | None = None) -> Ragged:
+        """The same rows with each token's place worked out; `state` is needed where rows decode."""
         tokens = self.token_ids.shape[0]
-        ends = jnp.cumsum(self.count)
-        start = ends - self.count
+        ends, count, length = jnp.cumsum(self.count), self.count, self.length
+        start = ends - count
+        if state is not None:
+            live = state.live[self.slot]
+            count = jnp.where(self.decode, live.astype(jnp.int32), count)
+            length = jnp.where(self.decode, jnp.where(live, state.length[self.slot] + 1, 0), length)
         token = jnp.arange(tokens)
         row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), self.count.shape[0] - 1)
         offset = token - start[row]
-        valid = token < ends[-1]
-        position = jnp.where(valid, (self.length - self.count)[row] + offset, 0)
-        return Ragged(
-            self.slot, start, self.count, self.length, row, jnp.where(valid, offset, 0), position, valid, longest=tokens
-        )
+        valid = offset < count[row]
+        position = jnp.where(valid, (length - count)[row] + offset, 0)
+        return Ragged(self.slot, start, count, length, row, jnp.where(valid, offset, 0), position, valid, longest=tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -128,15 +135,17 @@ class Programs:
     def _prefill(
         self, leaves: list[Array], state: EngineState, chunk: Chunk, *, context: int, sampling: Sampling
     ) -> tuple[Sampled, EngineState]:
-        """Append a chunk; rows whose prompt ends in it sample a token, [1, B], and, unless that ends them, become live.
+        """Append a chunk; rows that decode or whose prompt ends sample a token, [1, B], and, unless that ends them, are live.
 
-        Where none ends the head runs for nothing: it is a small part of a chunk, and without it there were a program more.
+        Where there is no such row the head runs for nothing: a small part of a chunk, and without it there were a program more.
         """
-        model, ragged = self.model(leaves), chunk.ragged()
-        z, cache = model(chunk.token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
+        model, ragged = self.model(leaves), chunk.ragged(state)
+        token_ids = jnp.where(chunk.decode[ragged.row], state.last_token[ragged.slot[ragged.row]], chunk.token_ids)
+        z, cache = model(token_ids, chunk.updates.apply(state.cache), ragged, context, media=chunk.media)
         state = dataclasses.replace(state, cache=cache)
         last_token = jnp.clip(ragged.start + ragged.count - 1, 0, z.shape[0] - 1)
-        sampled, state = _sample(model, z[last_token], state, ragged, chunk.last, sampling)
+        wanted = (chunk.last | chunk.decode) & (ragged.count > 0)
+        sampled, state = _sample(model, z[last_token], state, ragged, wanted, sampling)
         return jax.tree.map(lambda a: a[None], sampled), state
 
     def _decode(

@@ -53,7 +53,11 @@ def warm_up(engine: Engine, *, samplings: list[Sampling] | None = None, quiet: b
         made, engine.state = step(engine.leaves, engine.state, inputs, **static)
     values = sampler.slot_values(SamplingParams(temperature=0), (), engine.vocab, np.zeros(2, np.uint32))
     row = sampler.prompt_row((), engine.state.sampler.prompt_seen.shape[1])
-    engine.state = dataclasses.replace(engine.state, sampler=sampler.admit(engine.state.sampler, 0, values, row))
+    engine.state = dataclasses.replace(
+        engine.state, sampler=sampler.resume(sampler.admit(engine.state.sampler, 0, values, row), 0, ())
+    )
+    if engine.scheduler.prefixes is not None:
+        engine.state = dataclasses.replace(engine.state, cache=engine.snapshots.warm_up(engine.state.cache))
     jax.block_until_ready(engine.state)
     return len(programs)
 
