@@ -17,7 +17,7 @@ from pathlib import Path
 
 from inkling_jax.command_line import run
 from inkling_jax.errors import InputError
-from inkling_jax.evals.report import Cells, comparison_cells, results_cells
+from inkling_jax.evals.report import Cells, change_of_loss, comparison_cells, results_cells
 from inkling_jax.evals.results import read_results
 from inkling_jax.evals.statistics import perplexity
 
@@ -58,7 +58,7 @@ def fill(text: str, folder: Path) -> str:
 
 
 def mistakes(files: Sequence[Path]) -> Cells:
-    """A row a mistake, the model without one first: each task's accuracy and perplexity."""
+    """A row a mistake, the model without one first: each task's accuracy and perplexity, and the change of loss over all."""
     found = {str(results.about["mistake"]): results for results in map(read_results, files)}
     names = sorted(found, key=lambda name: (name != UNCHANGED, name))
     tasks = list(found[names[0]].tasks)
@@ -66,9 +66,11 @@ def mistakes(files: Sequence[Path]) -> Cells:
     rows = []
     for name in names:
         each = [found[name].tasks[task] for task in tasks]
-        rows.append([name, *(f"{sum(t.right) / len(t.right):.0%}, {perplexity(t.losses, t.tokens).value:.3g}" for t in each)])
+        change = change_of_loss(list(found[names[0]].tasks.values()), each)
+        told = (f"{sum(task.right) / len(task.right):.0%}, {perplexity(task.losses, task.tokens).value:.3g}" for task in each)
+        rows.append([name, *told, change])
     title = f"{first['device']}, {first['date']}, {first['limit']} items a task: share right, perplexity"
-    return Cells(title, ["mistake", *tasks], rows)
+    return Cells(title, ["mistake", *tasks, "loss x 1000, all"], rows)
 
 
 def markdown(cells: Cells) -> str:

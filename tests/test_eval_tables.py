@@ -43,8 +43,12 @@ def test_tables_are_made_and_differences_told(make: dict[str, Any], tmp_path: Pa
     assert make["main"]([], document, folder) == 0 == make["main"](["--check"], document, folder)
     text = document.read_text()
     assert "| world | 4 | 75.0% (30.1-95.4) | 1.649 (1.649-1.649) | - | 0 | 0 | 0 | - |" in text
-    assert "| world | 4 | 75.0% | 50.0% | -25.0 | 1 | 0 | 1 | - | - |" in text
-    assert "| none | 75%, 1.65 |\n| bad | 25%, 1.65 |" in text and "Not measured yet." in text and "old" not in text
+    assert "| world | 4 | 75.0% | 50.0% | -25.0 | 1 | 0 | 1 | - | - | +0.00 ± 0.00 |" in text
+    assert (
+        "| none | 75%, 1.65 | +0.00 ± 0.00 |\n| bad | 25%, 1.65 | +0.00 ± 0.00 |" in text
+        and "Not measured yet." in text
+        and "old" not in text
+    )
     document.write_text(text.replace("75.0% | 50.0%", "75.0% | 75.0%"))
     with pytest.raises(InputError, match="make_eval_tables.py"):
         make["main"](["--check"], document, folder)

@@ -24,7 +24,7 @@ from inkling_jax.evals.nano.tokenizer import write_processing_files
 from inkling_jax.evals.report import comparison_cells, print_cells, results_cells
 from inkling_jax.evals.results import Results, TaskResult, read_baseline, read_results, save_results
 from inkling_jax.evals.run import SPARE, run_tasks
-from inkling_jax.evals.statistics import flips, perplexity, share
+from inkling_jax.evals.statistics import flips, loss_change, perplexity, share
 from inkling_jax.inputs import chat
 from inkling_jax.inputs.images import ImageConfig
 from inkling_jax.inputs.processor import Processor
@@ -65,6 +65,7 @@ def test_perplexity_weighs_tokens_and_varies_by_item() -> None:
     assert perplexity([1.0, 9.0], [5, 5]).value == pytest.approx(math.e)
     # by hand: residues of 4 either way, so a variance of the sum of 2 * (16 + 16) over 1, and a mean's error of 8 / 10
     assert math.log(perplexity([1.0, 9.0], [5, 5]).high) == pytest.approx(1 + 1.959964 * 0.8)
+    assert loss_change([5.0, 1.0], [6.0, 10.0], [5, 5]) == pytest.approx((1.0, 1 - 1.959964 * 0.8, 1 + 1.959964 * 0.8))
     assert perplexity([3.0], [3]).low == 0 and perplexity([3.0], [3]).high > 1e300
 
 
@@ -255,7 +256,7 @@ def test_tables_say_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     )
     print_cells(comparison_cells(before, after))
     shown = capsys.readouterr().out
-    assert " ".join(shown.split("\n")[-2].split()) == "all 4 75.0% 75.0% +0.0 1 1 1 1 0"
+    assert " ".join(shown.split("\n")[-2].split()) == "all 4 75.0% 75.0% +0.0 1 1 1 1 0 +0.00 ± 0.00"
 
 
 @pytest.mark.parametrize(

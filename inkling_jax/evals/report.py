@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inkling_jax.evals.results import Results, TaskResult
-from inkling_jax.evals.statistics import Interval, flips, perplexity, share
+from inkling_jax.evals.statistics import Interval, flips, loss_change, perplexity, share
 
 _WIDTH = 200  # where no terminal says how wide it is
 
@@ -33,8 +33,9 @@ def results_cells(results: Results) -> Cells:
 
 
 def comparison_cells(before: Results, after: Results) -> Cells:
-    """A row a task of both: items lost and gained, whether that is chance, and how many flipped in the control of either."""
-    headings = ["task", "items", "before", "after", "points", "lost", "gained", "McNemar p", "control lost", "control gained"]
+    """A row a task of both: items lost and gained, whether that is chance, how many flipped in the controls, change of loss."""
+    headings = ["task", "items", "before", "after", "points", "lost", "gained", "McNemar p"]
+    headings += ["control lost", "control gained", "loss x 1000"]
     both = [name for name in after.tasks if name in before.tasks]
     pairs = {name: ([before.tasks[name]], [after.tasks[name]]) for name in both}
     pairs["all"] = ([before.tasks[name] for name in both], [after.tasks[name] for name in both])
@@ -84,7 +85,15 @@ def _compared(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> list
         f"{changed.p:.3g}",
         str(sum(control.lost for control in controls)) if controls else "-",
         str(sum(control.gained for control in controls)) if controls else "-",
+        change_of_loss(before, after),
     ]
+
+
+def change_of_loss(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> str:
+    """By how many thousandths of a nat a token the loss of the same answers has changed, and half of the 95% interval."""
+    first, second = ([loss for task in tasks for loss in task.losses] for tasks in (before, after))
+    change = loss_change(first, second, [count for task in before for count in task.tokens])
+    return f"{1000 * change.value:+.2f} ± {1000 * (change.high - change.value):.2f}"
 
 
 def _share(successes: int, total: int) -> str:

@@ -37,15 +37,22 @@ def share(successes: int, total: int) -> Interval:
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> Interval:
-    """exp of the mean loss a token, each item giving its losses' sum and number of tokens; items, not tokens, are independent.
+    """exp of the mean loss a token, each item giving the sum of its losses, in nats, and their number."""
+    return Interval(*(math.exp(min(end, 700.0)) for end in _mean(losses, tokens)))
 
-    The interval takes the mean for normal, its variance by linearisation of the ratio of sums.
-    """
+
+def loss_change(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> Interval:
+    """Change of the mean loss a token from one run to another over the same items: far surer than either mean."""
+    return _mean([second - first for first, second in zip(before, after, strict=True)], tokens)
+
+
+def _mean(sums: Sequence[float], tokens: Sequence[int]) -> Interval:
+    """A mean over tokens of which items, not tokens, are independent: normal, its variance by linearising the ratio of sums."""
     total, items = sum(tokens), len(tokens)
-    mean = sum(losses) / total
-    residues = sum((loss - mean * count) ** 2 for loss, count in zip(losses, tokens, strict=True))
+    mean = sum(sums) / total
+    residues = sum((value - mean * count) ** 2 for value, count in zip(sums, tokens, strict=True))
     error = math.sqrt(residues * items / (items - 1)) / total if items > 1 else math.inf
-    return Interval(math.exp(mean), math.exp(mean - Z * error), math.exp(min(mean + Z * error, 700.0)))
+    return Interval(mean, mean - Z * error, mean + Z * error)
 
 
 def flips(before: Sequence[bool], after: Sequence[bool]) -> Flips:
