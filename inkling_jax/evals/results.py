@@ -43,7 +43,7 @@ def save_results(path: Path, results: Results) -> None:
     """Write a file of results, never half."""
     tasks = {}
     for name, task in results.tasks.items():
-        fields = dataclasses.asdict(task) | {"losses": [round(loss, 4) for loss in task.losses]}
+        fields = dataclasses.asdict(task) | {"losses": [round(loss, 6) for loss in task.losses]}
         tasks[name] = fields | {flag: "".join("1" if value else "0" for value in getattr(task, flag)) for flag in _FLAGS}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fields)}" for name, fields in tasks.items())
     path.parent.mkdir(parents=True, exist_ok=True)
