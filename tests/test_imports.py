@@ -258,7 +258,7 @@ def test_public_names_exist() -> None:
 
 
 # Variables of ours would be options that no --help names. Those of jax, CUDA and the system are theirs.
-FOREIGN = re.compile(r"(JAX|XLA|CUDA|NVIDIA|NCCL|HF|XDG|TF|PYTEST|PYTHON)_\w+|HOME|PATH|TERM|COLUMNS|NO_COLOR|TMPDIR|CI")
+FOREIGN = re.compile(r"(JAX|XLA|OPENBLAS|CUDA|NVIDIA|NCCL|HF|XDG|TF|PYTEST|PYTHON)_\w+|HOME|PATH|TERM|COLUMNS|NO_COLOR|TMPDIR|CI")
 OUR_VARIABLE = re.compile(r"INKLING(_JAX)?_[A-Z]\w*")
 
 
