@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ import nano_record
 from nano_data import Batch, Packer, Recipe, last_answers, to_pixels
 from nano_model import nano_config
 from nano_record import Progress, Saved
-from nano_step import Modules, State, Trainer, follows, patches_of
+from nano_step import Modules, State, Trainer, as_nvfp4, follows, patches_of
 
 from inkling_jax.evals.nano.sequence import TrainingSequence
 from inkling_jax.inputs.images import to_patches
@@ -121,6 +122,22 @@ def test_pictures(batch: Batch) -> None:
     patches = sequences()[1].images[0]
     assert to_pixels(patches).min() == -1
     np.testing.assert_allclose(np.asarray(patches_of(batch))[:2], patches, atol=1e-6)
+
+
+def test_rounding_of_experts() -> None:
+    """What training computes with at last is NVFP4: the nearest code under an E4M3 block scale, one float32 scale an expert."""
+    weight = np.random.default_rng(0).standard_normal((2, 2, 3, 32)).astype(np.float32)
+    weight[1] *= 9
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    wanted = np.empty(weight.shape)
+    for index in np.ndindex(2, 2, 3, 2):
+        block = weight[(*index[:3], slice(16 * index[3], 16 * index[3] + 16))].astype(np.float64)
+        whole = np.abs(weight[index[0]]).max() / (6 * 448)
+        scale = whole * float(np.float32(np.abs(block).max() / 6 / whole).astype(ml_dtypes.float8_e4m3fn))
+        nearest = codes[np.abs(np.abs(block)[:, None] / scale - codes).argmin(1)]
+        wanted[(*index[:3], slice(16 * index[3], 16 * index[3] + 16))] = np.sign(block) * nearest * scale
+    np.testing.assert_allclose(jax.jit(as_nvfp4)(weight), wanted, rtol=1e-5, atol=1e-6)
+    assert 0.05 < np.linalg.norm(wanted - weight) / np.linalg.norm(weight) < 0.12
 
 
 @pytest.mark.slow
