@@ -39,7 +39,7 @@ def _generate(args: argparse.Namespace) -> int:
     place = find_place(args.coordinator, args.num_processes, args.process_id)
     _check_alone(args, place)
     if args.input is not None or args.output is not None:
-        return _run_batch(args)
+        return _run_batch(args, place)
     _check(args)
     params = _sampling(args)
     source = _read_source(args)
@@ -58,7 +58,7 @@ def _generate(args: argparse.Namespace) -> int:
         return _answer_once(llm, args, params, _prompt(llm, args, source, attachments), load_s)
 
 
-def _run_batch(args: argparse.Namespace) -> int:
+def _run_batch(args: argparse.Namespace, place: Place | None) -> int:
     _check_batch(args)
     params, model = _sampling(args), _find_model(args)
     from inkling_jax.batch.request import Defaults
@@ -72,8 +72,13 @@ def _run_batch(args: argparse.Namespace) -> int:
 
     told = model if model in PRESETS else repr(ModelConfig.from_directory(model))
     defaults = Defaults(dataclasses.replace(params, seed=None), args.effort, args.seed or 0, told)
-    batch = Batch(args.input, args.output, defaults, Path(model).resolve().name, load, args.slots, Shard(*args.shard), args.quiet)
-    return batch.run()
+    name, shard = Path(model).resolve().name, Shard(*args.shard)
+    batch = Batch(args.input, args.output, defaults, name, load, args.slots, shard, args.quiet, place)
+    if place is not None:
+        join(place)
+        start_jax()
+    with together(place):
+        return batch.run()
 
 
 def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int) -> LLM:
@@ -136,10 +141,8 @@ def _check_alone(args: argparse.Namespace, place: Place | None) -> None:
         return
     if args.chat:
         raise InputError("--chat is for one process: several have no standard input in common")
-    if args.input is not None:
-        raise InputError("--input is for one process: give each host a part of the file with --shard, and a mesh of its own")
-    if args.prompt is None and args.ids is None:
-        raise InputError("no prompt: several processes have no standard input in common, give --prompt TEXT")
+    if args.input == "-" or (args.input is None and args.prompt is None and args.ids is None):
+        raise InputError("several processes have no standard input in common: give --prompt TEXT, or a file to --input")
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -11,8 +11,12 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from inkling_jax.errors import InklingError, InputError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JOIN_S = 300  # that a process waits for the others to start
 LOST_S = 30  # without a sign of life, after which a process counts as dead and jax ends the others
@@ -164,6 +168,18 @@ def of_all_processes(numbers: Sequence[int]) -> list[list[int]]:
 
     halves = np.asarray(numbers, np.int64).view(np.uint32)  # jax has no 64 bits unless told so
     return process_allgather(halves).view(np.int64).tolist()
+
+
+def of_the_first(flags: np.ndarray) -> np.ndarray:
+    """The first process's array of bools, in all, which give as many."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        return flags
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    return np.unpackbits(broadcast_one_to_all(np.packbits(flags)), count=len(flags)).astype(bool)
 
 
 def first_on_host() -> bool:

@@ -76,7 +76,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("auto_mesh", '`mesh="auto"`', NO),
         both("data", "replicas (`data=N`)", NO),
         both("experts_over_data", "experts spread over replicas (`--experts-over data`)", NO),
-        both("processes", "several processes or hosts", "a prompt a command: [multihost.md](multihost.md)"),
+        both("processes", "several processes or hosts", "but for conversations (`--chat`): [multihost.md](multihost.md)"),
         Feature("one_gpu", "NVFP4 on one GPU with 141 GB for jax", NO, NO),
         Feature("two_gpus", "NVFP4 on two GPUs with 141 GB for jax", NO, YES),
         Feature("eight_gpus", "NVFP4 on eight GPUs with 60 GB for jax, 8 sequences of 16,384 tokens", NO, YES),

@@ -146,7 +146,7 @@ def test_a_step_that_fails_between_processes_is_told_on_a_line() -> None:
             raise error
 
 
-@pytest.mark.parametrize("options", [["--chat"], ["--input", "a", "--output", "b"], []])
+@pytest.mark.parametrize("options", [["--chat"], ["--input", "-", "--output", "b"], []])
 def test_what_processes_cannot_do_alike_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Before they wait for each other."""
     place = ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "1"]
@@ -221,6 +221,24 @@ def test_launched_by_srun_without_a_seed(tmp_path: Path) -> None:
     assert (first[0], second[0]) == (0, 0), (first[2], second[2])
     assert first[1] and "24 tokens made" in first[2] and f"loading weights on {socket.gethostname()}" in first[2]
     assert second[1] == "" and [line for line in second[2].splitlines() if not line.startswith("[Gloo]")] == []
+
+
+@pytest.mark.slow
+def test_a_batch_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    """Of a file with a record, a repeated id and a bad line; a replica on each process, so that each has requests of its own."""
+    model = write_text_checkpoint(tmp_path / "model", **EIGHT, **TWO_LAYERS)
+    lines = [json.dumps({"id": str(n), "prompt": [n + 1, 2, 3], "max_tokens": 3 + 5 * (n % 3)}) for n in range(9)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, lines[0], '{"id": "bad", "prompt": [999]}']))
+    found = []
+    for count, mesh in ((1, "tensor=4"), (2, "data=2,tensor=2,expert=2")):
+        output = tmp_path / f"{count}.jsonl"
+        if found:  # the second process must not take this line for one without a record
+            output.write_text(found[0][0] + "\n")
+        options = ["--model", str(model), "--dtype", "float32", "--max-context", "64", "--mesh", mesh, "--slots", "2", "--quiet"]
+        codes = ended(start(count, [*options, "--input", str(tmp_path / "in.jsonl"), "--output", str(output)]))
+        assert [code for code, *_ in codes] == [0] * count, codes
+        found.append(output.read_text().splitlines())
+    assert len(found[0]) == 11 and sorted(found[0]) == sorted(found[1])
 
 
 @pytest.mark.slow

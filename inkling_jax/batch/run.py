@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from typing import BinaryIO
 
 from inkling_jax.batch.lines import open_input
 from inkling_jax.batch.progress import Progress
@@ -15,11 +16,12 @@ from inkling_jax.batch.request import Defaults, Refused, id_key
 from inkling_jax.batch.results import ResultFile, digest_in
 from inkling_jax.batch.runner import Event, Runner
 from inkling_jax.batch.summary import Summary
-from inkling_jax.batch.survey import Marks, Shard, Survey, survey
+from inkling_jax.batch.survey import Marks, Shard, Survey, agreed, survey
 from inkling_jax.command_line import OK
 from inkling_jax.errors import InputError
 from inkling_jax.interrupts import stop_signals
 from inkling_jax.llm import LLM
+from inkling_jax.processes import Place
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,16 @@ class Batch:
     slots: int  # requests at once
     shard: Shard = Shard()
     quiet: bool = False
+    place: Place | None = None  # among several processes
 
     def run(self) -> int:
         """Write the record of every line that has none; the exit code: 0 when every line has its record.
 
         A first Ctrl-C or SIGTERM drops what runs, and what is left is for the next run. Raises InputError, before the model is
-        loaded, for files that are not what they must be.
+        loaded, for files that are not what they must be. Of several processes the first alone has the output.
         """
+        if self.place is not None and self.place.index:
+            return self._follow()
         with open_input(self.input) as file, ResultFile(self.output) as results:
             if results.is_file(file.fileno()):
                 raise InputError(f"--output {self.output} is the input: give another file")
@@ -51,6 +56,8 @@ class Batch:
                 records.add(id_key(found.get("custom_id", found["id"])), digest_in(found) or "")
                 summary.add(found)
             todo = survey(file, self.defaults, records, self.shard, self.output)
+            if self.place is not None:
+                todo = agreed(todo)
             self._tell_what_is_to_do(todo)
             if todo.left == todo.wrong:
                 refused = (task for task in todo.tasks(file, self.defaults) if isinstance(task, Refused))
@@ -58,7 +65,7 @@ class Batch:
                 self._tell_what_was_done(summary)
                 return OK
             with self.load() as llm, stop_signals() as stop:
-                runner = Runner(llm, todo.tasks(file, self.defaults), self.slots, self.model)
+                runner = self._runner(llm, todo, file)
                 with contextlib.closing(runner.events(lambda: stop)) as events:
                     written = self._write(events, todo, results, summary)
                 reuse = llm.engine.prefix_statistics
@@ -72,6 +79,19 @@ class Batch:
             f"{todo.left - written:,}",
         )
         return 128 + stop[0] if stop else 1
+
+    def _follow(self) -> int:
+        """Take the steps that the first process takes, and leave the records to it."""
+        with open_input(self.input) as file:
+            todo = agreed(survey(file, self.defaults, Marks(), self.shard, self.output))
+            if todo.left > todo.wrong:
+                with self.load() as llm, contextlib.closing(self._runner(llm, todo, file).events(lambda: False)) as events:
+                    for _ in events:
+                        pass
+        return OK
+
+    def _runner(self, llm: LLM, todo: Survey, file: BinaryIO) -> Runner:
+        return Runner(llm, todo.tasks(file, self.defaults), self.slots, self.model, in_step=self.place is not None)
 
     def _write(self, events: Iterable[Event], todo: Survey, results: ResultFile, summary: Summary) -> int:
         """Write records as they come; how many."""

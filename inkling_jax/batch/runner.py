@@ -52,8 +52,9 @@ class Event:
 class Runner:
     """Turns tasks into records, in the order that they end. At most `slots` requests run, and few more are in memory."""
 
-    def __init__(self, llm: LLM, tasks: Iterator[Job | Refused], slots: int, model: str):
-        """`model` is what responses call the model."""
+    def __init__(self, llm: LLM, tasks: Iterator[Job | Refused], slots: int, model: str, in_step: bool = False):
+        """`model` is what responses call the model. `in_step`: with other processes, so no clock may decide what is next."""
+        self._in_step = in_step
         self._llm, self._tasks, self._slots, self._model = llm, tasks, slots, model
         self._coming: deque[Future[_Ready | Refused | None]] = deque()
         self._ended = False  # no task is left to prepare
@@ -74,11 +75,11 @@ class Runner:
                     future.cancel()
 
     def _fill(self, call: Call, pool: ThreadPoolExecutor) -> Iterator[Event]:
-        """Give the engine as many requests as it has room for, waiting for them only where nothing runs."""
+        """Give the engine as many requests as it has room for, waiting for them only where nothing runs, or others do."""
         while True:
             while not self._ended and len(self._coming) < AHEAD:
                 self._coming.append(pool.submit(self._prepare))
-            if not self._coming or (self._running and (len(call) >= self._slots or not self._coming[0].done())):
+            if not self._coming or (self._running and (len(call) >= self._slots or not self._is_ready(self._coming[0]))):
                 return
             ready = self._coming.popleft().result()
             if ready is None:
@@ -87,6 +88,9 @@ class Runner:
                 refused = ready if isinstance(ready, Refused) else self._add(call, ready)
                 if refused is not None:
                     yield Event(error_record(refused), self._tokens)
+
+    def _is_ready(self, coming: Future[_Ready | Refused | None]) -> bool:
+        return self._in_step or coming.done()
 
     def _prepare(self) -> _Ready | Refused | None:
         """The next task, its text encoded and its media read; None after the last. The thread alone takes tasks."""

@@ -6,6 +6,7 @@ Of each line and each record two numbers are kept, 16 bytes, so that millions of
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from array import array
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -15,6 +16,7 @@ import numpy as np
 from inkling_jax.batch.lines import numbered_lines
 from inkling_jax.batch.request import Defaults, Head, Job, Refused, digest_of, read_line
 from inkling_jax.errors import InputError
+from inkling_jax.processes import of_all_processes, of_the_first
 
 
 class Marks:
@@ -50,6 +52,7 @@ class Survey:
     wrong: int
     todo: np.ndarray  # bool, for each line of the file that is not blank
     repeats: dict[int, int]  # by place in `todo`: the number of the line whose id is repeated
+    check: int  # a sum over all lines and the settings that they are answered with
 
     @property
     def left(self) -> int:
@@ -97,7 +100,16 @@ def survey(file: BinaryIO, defaults: Defaults, records: Marks, shard: Shard, out
     refused[repeated] = True
     todo = mine & ~done
     total, ready, cannot = (int(np.count_nonzero(found)) for found in (mine, mine & done, todo & refused))
-    return Survey(total, ready, cannot, todo, repeats)
+    return Survey(total, ready, cannot, todo, repeats, zlib.crc32(digests.tobytes()))
+
+
+def agreed(mine: Survey) -> Survey:
+    """What all processes are to do: what the first found, which alone sees the records. InputError where their lines differ."""
+    found = of_all_processes([len(mine.todo), mine.check, mine.total, mine.done, mine.wrong])
+    if len({(lines, check) for lines, check, *_ in found}) > 1:
+        raise InputError("the processes do not have the same lines in --input, or not the same settings")
+    total, done, wrong = found[0][2:]
+    return dataclasses.replace(mine, total=total, done=done, wrong=wrong, todo=of_the_first(mine.todo))
 
 
 def _repeat(head: Head, first: int) -> Refused:
