@@ -8,11 +8,9 @@ it reads x once for all weights where a program here reads its columns of every 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int
@@ -20,6 +18,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int
 from inkling_jax.kernels import mlir as m
 from inkling_jax.kernels.expert_matmul import grouping
 from inkling_jax.kernels.expert_matmul.group import Grouping, Groups, group
+from inkling_jax.kernels.launch import launch
 from inkling_jax.kernels.mlir import Value
 from inkling_jax.kernels.router import device
 from inkling_jax.kernels.router.device import Shape
@@ -31,7 +30,6 @@ SPLITS = (8, 4, 2, 1)
 # What the counter holds between launches: a number that is nobody else's, since XLA keeps equal constants in one place, and what
 # the kernel reads beside it may be a constant too (`first` is 0 where one device holds all experts).
 IDLE = 0x2B5A_11ED
-_REF = plgpu.RefType()
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "route_scale", "wanted"))
@@ -53,30 +51,31 @@ def route(
     experts = bias.shape[0]
     splits = next((s for s in SPLITS if width % (s * COLUMNS) == 0), 0) if tokens <= FUSED_TOKENS else 0
     shape = Shape(tokens, width, experts, weight.shape[0] - experts, chosen, splits, route_scale)
-    numbers = (bias.astype(jnp.float32), global_scale.astype(jnp.float32).reshape(1), valid.astype(jnp.int32), _one(first))
-    # A constant of one element stays where it is, so that the kernel can count in it; it leaves it as it was.
-    counter = jnp.full(1, IDLE, jnp.int32)
     if splits:
-        given = (x, weight)
+        given = {"x": x, "weight": weight}
     else:
-        given = (jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32),)
+        given = {"logits": jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32)}
+    given |= {
+        "bias": bias.astype(jnp.float32),
+        "global_scale": global_scale.astype(jnp.float32).reshape(1),
+        "valid": valid.astype(jnp.int32),
+        "first_expert": jnp.asarray(first, jnp.int32).reshape(1),
+        # A constant of one element stays where it is, so that the kernel can count in it; it leaves it as it was.
+        "counter": jnp.full(1, IDLE, jnp.int32),
+    }
     if tokens * chosen > grouping.MAX_ENTRIES:
-        made = _launch(shape, None, (*given, *numbers, counter))
+        made = _launch(shape, None, given)
         return _routing(made), group(made["local"].reshape(tokens, chosen), *wanted)
     sorting = grouping.Sorting(tokens, chosen, *wanted)
-    made = _launch(shape, sorting, (*given, *numbers, counter))
+    made = _launch(shape, sorting, given)
     return _routing(made), sorting.groups({name: made[name] for name in sorting.results()})
-
-
-def _one(number: Int[Array, ""]) -> Int[Array, " 1"]:
-    return jnp.asarray(number, jnp.int32).reshape(1)
 
 
 def _routing(made: dict[str, Array]) -> Routing:
     return Routing(made["experts"], made["weights"], made["shared"])
 
 
-def _launch(shape: Shape, sorting: grouping.Sorting | None, operands: tuple[Array, ...]) -> dict[str, Array]:
+def _launch(shape: Shape, sorting: grouping.Sorting | None, operands: dict[str, Array]) -> dict[str, Array]:
     results = {
         "experts": jax.ShapeDtypeStruct((shape.tokens, shape.chosen), jnp.int32),
         "weights": jax.ShapeDtypeStruct((shape.tokens, shape.chosen), jnp.float32),
@@ -90,56 +89,31 @@ def _launch(shape: Shape, sorting: grouping.Sorting | None, operands: tuple[Arra
     if sorting is not None:
         results |= sorting.results()
         scratch |= dict(zip(("counts", "totals"), sorting.scratch(), strict=True))
-    names = ("x", "weight") if shape.splits else ("logits",)
-    names += ("bias", "global_scale", "valid", "first_expert", "counter", *results, *scratch)
-    run = _program(shape, sorting, names)
-
-    def body(*refs: Any) -> None:
-        run(lax.axis_index("program"), *refs)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(results.values()),
-        scratch_types=list(scratch.values()),
-        grid=(shape.programs,),
-        grid_names=("program",),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name="router",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
-    return dict(zip(results, kernel(*operands), strict=True))
+    run = functools.partial(_run, shape, sorting)
+    return launch("router", run, operands=operands, changed={}, results=results, shared=scratch, programs=shape.programs)
 
 
-def _program(shape: Shape, sorting: grouping.Sorting | None, names: tuple[str, ...]) -> Any:
-    """What each program does, as f(its index, references by `names`)."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[_REF] * len(names)), return_type=())
-    def run(_: Any, index: Any, *refs: Value) -> tuple[()]:
-        program = m.scalar(index)
-        p = dict(zip(names, (mgpu.utils.memref_ptr(ref) for ref in refs), strict=True))
-        worker = program
+def _run(shape: Shape, sorting: grouping.Sorting | None, program: Value, p: dict[str, Value]) -> None:
+    """What a program does."""
+    worker = program
+    if shape.splits:
+        device.multiply(shape, program, p["x"], p["weight"], p["partial"], p["sums"])
+        before = m.subtract(device.arrive(p["counter"], 1, p["mailbox"]), IDLE)
+        # The last to arrive is the first worker, and does not wait.
+        worker = m.subtract(shape.programs - 1, before)
+    with m.when(m.less(worker, shape.workers)):
         if shape.splits:
-            device.multiply(shape, program, p["x"], p["weight"], p["partial"], p["sums"])
-            before = m.subtract(device.arrive(p["counter"], 1, p["mailbox"]), IDLE)
-            # The last to arrive is the first worker, and does not wait.
-            worker = m.subtract(shape.programs - 1, before)
-        with mgpu.utils.when(m.less(worker, shape.workers)):
-            if shape.splits:
-                counted = mgpu.utils.SemaphoreRef(p["counter"])
-                counted.wait(IDLE + shape.programs, decrement=False, memory_scope="gpu")
-            _choose(shape, worker, p)
-            if shape.splits or sorting is not None:
-                before = m.subtract(device.arrive(p["counter"], 1 << 16, p["mailbox"]), IDLE)
-                with mgpu.utils.when(m.equal(m.shift(before, -16), shape.workers - 1)):
-                    with mgpu.utils.when(m.equal(m.thread(), 0)):
-                        m.store(p["counter"], 0, m.as_int(IDLE))
-                    if sorting is not None:
-                        order = ("token", "place", "expert", "first", "used", "count", "counters", "counts", "totals")
-                        grouping.sort(sorting, p["local"], *(p[name] for name in order))
-        return ()
-
-    return run
+            counted = mgpu.utils.SemaphoreRef(p["counter"])
+            counted.wait(IDLE + shape.programs, decrement=False, memory_scope="gpu")
+        _choose(shape, worker, p)
+        if shape.splits or sorting is not None:
+            before = m.subtract(device.arrive(p["counter"], 1 << 16, p["mailbox"]), IDLE)
+            with m.when(m.equal(m.shift(before, -16), shape.workers - 1)):
+                with m.when(m.equal(m.thread(), 0)):
+                    m.store(p["counter"], 0, m.as_int(IDLE))
+                if sorting is not None:
+                    order = ("token", "place", "expert", "first", "used", "count", "counters", "counts", "totals")
+                    grouping.sort(sorting, p["local"], *(p[name] for name in order))
 
 
 def _choose(shape: Shape, worker: Value, p: dict[str, Value]) -> None:
