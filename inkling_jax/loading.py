@@ -113,7 +113,7 @@ def load_model(
     )
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
     check_activations(activations, kernels)
-    check_experts_over(experts_over, activations, kernels)
+    check_spread_experts(experts_over, activations, kernels)
     directory, config = _find(source, weights)
     model_dtype = choose_dtype(dtype, config)
     automatic = mesh == "auto"
@@ -132,8 +132,7 @@ def load_model(
     request = CacheRequest(slots, page_size, most_positions(options), max_context)
     if automatic:
         sizes = choose_mesh(layout, request)
-    if experts_over and sizes["data"] == 1:
-        raise InputError(f"experts_over={experts_over!r}: mesh {mesh_text(sizes)} has one replica")
+    check_experts_over(experts_over, sizes)
     if draft:
         check_draft_mesh(sizes)
     device_mesh = make_mesh(sizes)
@@ -256,10 +255,16 @@ def check_activations(activations: str | None, kernels: str) -> None:
         raise InputError(f"kernels='sm90': activations={activations!r} are of the reference path alone")
 
 
-def check_experts_over(experts_over: str | None, activations: str | None, kernels: str) -> None:
-    """Raise InputError for an axis that experts cannot be spread over, or with what they cannot."""
+def check_experts_over(experts_over: str | None, sizes: Mapping[str, int]) -> None:
+    """Raise InputError for what is no axis of replicas, or has one."""
     if experts_over not in (None, "data"):
         raise InputError(f"experts_over={experts_over!r}: expected None (within a replica) or 'data' (over all of them)")
+    if experts_over and sizes["data"] == 1:
+        raise InputError(f"experts_over={experts_over!r}: mesh {mesh_text(sizes)} has one replica; give it more, such as data=2")
+
+
+def check_spread_experts(experts_over: str | None, activations: str | None, kernels: str) -> None:
+    """Raise InputError for what experts that are spread over replicas do not go with."""
     if experts_over and kernels == "sm90":
         raise InputError("kernels='sm90': experts that are spread over replicas are of the reference path alone")
     if experts_over and activations == "measured":

@@ -60,6 +60,9 @@ def _parser() -> Parser:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread over, such as tensor=8 (default: one device)")
     machine.add_argument(
+        "--experts-over", choices=("data",), help="spread the experts over the replicas of data=N as well (default: within each)"
+    )
+    machine.add_argument(
         "--device-memory",
         metavar="SIZE",
         help="what jax may use of each device, such as 141GB or 131GiB; of a GPU it takes three quarters unless "
@@ -91,6 +94,7 @@ def _plan(args: argparse.Namespace) -> int:
         chunk=args.chunk,
         page_size=args.page_size,
         draft=args.draft,
+        experts_over=args.experts_over,
     )
     if args.json:
         print(json.dumps(_record(found)))

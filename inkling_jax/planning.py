@@ -17,10 +17,11 @@ from inkling_jax.convert.progress import size_text
 from inkling_jax.convert.published import published_tensors
 from inkling_jax.convert.safetensors_reader import Checkpoint
 from inkling_jax.convert.weight_map import WeightPlan
+from inkling_jax.draft_loading import check_draft_mesh
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.errors import CheckpointError, ConfigError, InputError
 from inkling_jax.layers.mtp import DraftHead
-from inkling_jax.loading import check_options, choose_dtype, layout_of
+from inkling_jax.loading import check_experts_over, check_options, choose_dtype, layout_of
 from inkling_jax.memory import (
     UNLIMITED,
     Layout,
@@ -70,6 +71,8 @@ class Answer:
     largest_batch: int  # at this context; 0: none
     largest_context: int  # of so many sequences; 0: none
     mesh_that_fits: str | None  # the smallest
+    experts_over: str | None = None  # "data": routed experts are spread over the replicas
+    other: Memory | None = None  # of several replicas with their experts laid out the other way, where that divides
 
     @property
     def margin(self) -> int:
@@ -88,7 +91,9 @@ class Answer:
 
     def heading(self) -> str:
         """What was asked."""
-        return f"{self.model}, {self.mesh}, {self.dtype}, {self.batch} sequences of {self.context:,} tokens"
+        experts = f", experts over {self.experts_over}" if self.experts_over else ""
+        where = " a replica" if mesh_sizes(self.mesh)["data"] > 1 else ""
+        return f"{self.model}, {self.mesh}{experts}, {self.dtype}, {self.batch} sequences of {self.context:,} tokens{where}"
 
     def rows(self) -> Iterator[tuple[str, int, str]]:
         """Name, bytes and a remark of each part."""
@@ -119,6 +124,15 @@ class Answer:
         limits = [limit for limit in (batch, context) if limit]
         if limits:
             yield f"largest that fits this mesh: {', or '.join(limits)}"
+        if self.other is not None:
+            layouts = ("--experts-over data", "all experts in each replica")
+            mine, others = reversed(layouts) if not self.experts_over else layouts
+            told = "fits" if self.other.total <= usable(self.device_memory) else "does not fit"
+            sizes = [
+                f"{size_text(sum(memory.weights.values()))} of weights, {size_text(memory.total)} a device in all"
+                for memory in (self.memory, self.other)
+            ]
+            yield f"{mine}: {sizes[0]}; {others}: {sizes[1]}, which {told}"
 
     def refusal(self) -> str:
         """Both numbers and what would do, on one line."""
@@ -139,18 +153,22 @@ def answer(
     chunk: int = 512,
     page_size: int = 64,
     draft: bool = False,
+    experts_over: str | None = None,
 ) -> Answer:
     """Plan `model`: a preset (as released in `release_format`), a checkpoint directory, or a hub id whose config.json is here.
 
-    `draft`: with the draft head. Raises ConfigError, naming a mesh that would do, for what does not divide, CheckpointError and
-    InputError as `load` does.
+    `draft`: with the draft head. `experts_over`: "data" spreads routed experts over replicas. Raises ConfigError, naming a mesh
+    that would do, for what does not divide, CheckpointError and InputError as `load` does.
     """
     options = EngineOptions(chunk=chunk)
     check_options(options, slots=batch, page_size=page_size, max_context=context)
     sizes = mesh_sizes(mesh)
     config, plan = _find(model, release_format, draft)
-    layout = layout_of(config, plan, choose_dtype(dtype, config), options)
+    check_experts_over(experts_over, sizes)
+    dtype_of = choose_dtype(dtype, config)
+    layout, other = (layout_of(config, plan, dtype_of, options, spread) for spread in (bool(experts_over), not experts_over))
     if draft:
+        check_draft_mesh(sizes)
         if not plan.draft:
             raise InputError(f"{model} has no draft head")
         layout = dataclasses.replace(layout, draft=DraftHead.of(config, layout.dtype))
@@ -176,7 +194,16 @@ def answer(
         largest_batch=largest(MOST_BATCH, lambda n: fits(slots=n)),
         largest_context=largest(config.text.max_context, lambda n: fits(max_context=n)),
         mesh_that_fits=mesh_text(smallest) if smallest else None,
+        experts_over=experts_over,
+        other=_if_divided(other, request, sizes) if sizes["data"] > 1 else None,
     )
+
+
+def _if_divided(layout: Layout, request: CacheRequest, sizes: Mapping[str, int]) -> Memory | None:
+    try:
+        return layout.full(request, sizes)
+    except ConfigError:
+        return None
 
 
 def _divided(layout: Layout, request: CacheRequest, sizes: Mapping[str, int], memory: int) -> Memory:

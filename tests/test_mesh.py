@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +18,17 @@ from inkling_jax.sharding.mesh import mesh_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SIZES = {"dtype": "float32", "max_context": 256, "slots": 3, "page_size": 16, "chunk": 64, "quiet": True}
+OVER_DATA = {"experts_over": "data"}
 MESHES = ("tensor=2", "tensor=4", "expert=2", "expert=4", "expert=8", "tensor=2,expert=2", "tensor=2,expert=4")
 # `wide` divides over `data` alone: 12 query heads on 3 or 6 key heads, and 80 channels an expert
-ALL = [(preset, mesh) for preset in ("tiny", "gpu") for mesh in MESHES]
-QUICK = [("tiny", "tensor=2,expert=2")]
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+WITHIN = [(preset, mesh) for preset in ("tiny", "gpu") for mesh in (*MESHES, "data=2,tensor=2,expert=2")]
+OVER = [("tiny", n) for n in (2, 4, 8)] + [("gpu", n) for n in (2, 4, 8)] + [("wide", n) for n in (2, 4)]
+CASES = [
+    # all axes, key heads held twice, and tokens exchanged
+    pytest.param("tiny", "data=2,tensor=2,expert=2", OVER_DATA),
+    *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in WITHIN),
+    *(pytest.param(preset, f"data={n}", OVER_DATA, marks=pytest.mark.slow) for preset, n in OVER),
+]
 
 Expected = Callable[..., dict[str, np.ndarray]]
 
@@ -49,23 +54,28 @@ def assert_logits_close(found: np.ndarray, wanted: np.ndarray) -> None:
     assert (error <= 2e-4 * np.linalg.norm(wanted, axis=-1)).all()
 
 
-@pytest.mark.parametrize(("preset", "mesh"), CASES)
-def test_answers_are_those_of_one_device(loaded: Callable[..., LLM], expected: Expected, preset: str, mesh: str) -> None:
-    """Logits after each token and 40 greedy tokens of three prompts in one batch, as an implementation on one device has them."""
-    llm, answers = loaded(preset, mesh), expected(preset)
-    assert_logits_close(llm.score(answers["len33.ids"].tolist()), answers["len33.logits"])
+@pytest.mark.parametrize(("preset", "mesh", "options"), CASES)
+def test_answers_are_those_of_one_device(
+    loaded: Callable[..., LLM], expected: Expected, preset: str, mesh: str, options: dict[str, str]
+) -> None:
+    """Logits after each token, and 40 greedy tokens of three prompts at a time, as an implementation on one device has them.
+
+    Of four and eight replicas some have no request, and at the end of a run all but one.
+    """
+    llm, answers = loaded(preset, mesh, **options), expected(preset)
     lengths = (1, 5, 33)
     found = llm.generate([answers[f"len{n}.ids"].tolist() for n in lengths], GREEDY)
     assert [list(made.token_ids) for made in found] == [answers[f"len{n}.greedy"].tolist()[n:] for n in lengths]
+    assert_logits_close(llm.score(answers["len33.ids"].tolist()), answers["len33.logits"])
 
 
-def bytes_of_all_devices(tree: Any) -> dict[Any, int]:
-    """Bytes of every shard, by device."""
-    total: dict[Any, int] = {}
+def assert_held(tree: Any, wanted: float) -> None:
+    """Whether the bytes of all shards are those, on each device as many."""
+    found: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
-            total[shard.device] = total.get(shard.device, 0) + shard.data.nbytes
-    return total
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    assert sum(found.values()) == wanted and set(found.values()) == {wanted / len(found)}
 
 
 def stored_copies(name: str, sizes: dict[str, int], kv_heads: int) -> float:
@@ -83,23 +93,31 @@ def stored_copies(name: str, sizes: dict[str, int], kv_heads: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("preset", "mesh"),
-    [pytest.param(*case, marks=() if case[1] in ("tensor=2,expert=4",) else pytest.mark.slow) for case in ALL],
+    ("preset", "mesh", "options"),
+    [
+        pytest.param("tiny", "tensor=2,expert=4", {}),
+        pytest.param("wide", "data=4", OVER_DATA),
+        *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in WITHIN),
+        *(pytest.param(preset, f"data={n}", OVER_DATA, marks=pytest.mark.slow) for preset, n in OVER),
+    ],
 )
 def test_nothing_is_held_twice_that_is_to_be_split(
-    oracle_dir: Callable[..., Path], loaded: Callable[..., LLM], preset: str, mesh: str
+    oracle_dir: Callable[..., Path], loaded: Callable[..., LLM], preset: str, mesh: str, options: dict[str, str]
 ) -> None:
-    """The bytes of all shards, of weights and of keys and values, are those of the stored tensors, as often as each is needed."""
-    llm, sizes = loaded(preset, mesh), mesh_sizes(mesh)
-    text, ranks = llm.config.text, math.prod(sizes.values())
+    """The bytes of all shards, of weights and of keys and values, are those of the stored tensors, as often as each is needed.
+
+    Each replica needs all of them, but for experts that are spread over the replicas.
+    """
+    llm, sizes = loaded(preset, mesh, **options), mesh_sizes(mesh)
+    text, replicas, ranks = llm.config.text, sizes["data"], sizes["tensor"] * sizes["expert"]
     wanted = 0.0
     for name, tensor in load_tensors(oracle_dir(preset)).items():
         layer = re.search(r"llm\.layers\.(\d+)\.", name)
         kv_heads = text.attention(int(layer[1])).num_kv_heads if layer else 1
         itemsize = 4 if tensor.dtype.name in ("bfloat16", "float32") else tensor.itemsize
-        wanted += tensor.size * itemsize * stored_copies(name, sizes, kv_heads)
-    found = bytes_of_all_devices(llm.engine.leaves)
-    assert sum(found.values()) == wanted and set(found.values()) == {wanted / ranks}
+        times = 1 if options and ".mlp.experts." in name else replicas
+        wanted += times * tensor.size * itemsize * stored_copies(name, sizes, kv_heads)
+    assert_held(llm.engine.leaves, wanted)
 
     shape, kept = llm.engine.shape, 0
     for layer in range(text.num_layers):
@@ -108,5 +126,4 @@ def test_nothing_is_held_twice_that_is_to_be_split(
         tokens = pages * shape.page_size + (shape.slots + 1) * (text.conv_width - 1)
         kept += 2 * 4 * tokens * attention.head_dim * max(attention.num_kv_heads, ranks)
     heads = [[layer.k_pages, layer.v_pages, layer.k_conv, layer.v_conv] for layer in llm.engine.state.cache.layers]
-    found = bytes_of_all_devices(heads)
-    assert sum(found.values()) == kept and set(found.values()) == {kept / ranks}
+    assert_held(heads, replicas * kept)

@@ -127,6 +127,57 @@ def test_largest_batch_and_context_fit_and_no_more() -> None:
     assert [largest(10, lambda n, limit=limit: n <= limit) for limit in (0, 1, 7, 10, 99)] == [0, 1, 7, 10, 10]
 
 
+def test_both_layouts_of_replicas_are_told() -> None:
+    """Each holds what one device alone does, but for the routed experts, of which it has an eighth where they are spread."""
+    asked: dict[str, Any] = {"device_memory": "141GB", "context": 32768}
+    alone, within = (answer("inkling-small", **asked, mesh=mesh) for mesh in (None, "data=8"))
+    over = answer("inkling-small", **asked, mesh="data=8", experts_over="data")
+    assert within.memory == alone.memory == over.other and over.memory == within.other and alone.other is None
+    eighth = {"routed experts": alone.memory.weights["routed experts"] // 8}
+    assert over.memory.weights == alone.memory.weights | eighth and over.memory.cache == alone.memory.cache
+    assert over.fits and not within.fits
+    told = list(over.sentences())[-1]
+    assert told.startswith("--experts-over data: 31.33 GB of weights, ") and told.endswith(" a device in all, which does not fit")
+    assert "; all experts in each replica: 166.27 GB of weights, " in told
+    assert list(within.sentences())[-1].endswith(" a device in all, which fits")
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "experts_over_data", "mesh"),
+    [
+        ("inkling-small", 80, False, {"tensor": 8}),
+        (
+            "inkling-small",
+            400,
+            False,
+            {"tensor": 8},
+        ),  # though each device could have a copy
+        ("inkling-small", 80, True, {"data": 8}),
+        ("inkling", 1, False, {"tensor": 8}),  # nothing fits: what is lacking is told of this one
+        ("wide", 1, False, {"data": 8}),  # 12 heads on 3 and 6: no replica of several devices
+    ],
+)
+def test_auto_takes_all_devices_for_as_few_replicas_as_may_be(
+    oracle_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    gigabytes: int,
+    experts_over_data: bool,
+    mesh: dict[str, int],
+) -> None:
+    pretend(monkeypatch, gigabytes * GB)
+    config = ModelConfig.from_directory(oracle_dir("wide")) if name == "wide" else preset(name)
+    options = loading.EngineOptions()
+    layout = loading.layout_of(config, None, loading.choose_dtype(None, config), options, experts_over_data)
+    request = memory.CacheRequest(8, 64, memory.most_positions(options), None)
+    with caplog.at_level("INFO"):
+        found = memory.choose_mesh(layout, request)
+    assert found == dict.fromkeys(("data", "tensor", "expert"), 1) | mesh
+    fits = gigabytes > 1 or name == "wide"
+    assert [message.startswith("mesh auto: ") for message in caplog.messages] == [True] * fits
+
+
 def test_a_mesh_that_would_work() -> None:
     """Of few devices first; one that divides. 145 GB of weights do not fit four devices, 73 fit eight."""
     assert [(m["tensor"], m["expert"]) for m in meshes(4)] == [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)]
@@ -149,7 +200,13 @@ def test_a_mesh_that_would_work() -> None:
             r"qkvr_proj: 'kv_heads', 64 query heads on 8 key heads do not divide over 3 .*; --mesh tensor=8 would do",
         ),
         ({"mesh": "tensor=3", "device_memory": "9GB"}, ConfigError, r"do not divide over 3 devices .*; --mesh tensor=4 would do"),
-        ({"mesh": "data=2"}, InputError, "mesh data=2: replicas are not supported yet"),
+        (
+            {"mesh": "data=3", "experts_over": "data"},
+            ConfigError,
+            r"experts.w13: dimension 'all_experts' of size 256 does not divide over 3 devices \(data x expert\); 1, 2, 4, 8, 16",
+        ),
+        ({"mesh": "tensor=2", "experts_over": "data"}, InputError, "experts_over='data': mesh tensor=2 has one replica"),
+        ({"mesh": "data=2", "experts_over": "tensor"}, InputError, "experts_over='tensor': expected None"),
         ({"mesh": "tensor=0"}, InputError, "'tensor=0' is not AXIS=SIZE"),
         ({"device_memory": "much"}, InputError, "size 'much': expected a number of bytes"),
         ({"context": 2**21}, InputError, "max_context 2097152 is not from 1 to the model's 1048576"),
