@@ -54,10 +54,12 @@ def operations(tokens: int, packed: bool, sizes: dict[str, int]) -> collections.
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"expert": 8}, {}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_two_launches_at_decode(tokens: int, packed: bool, sizes: dict[str, int]) -> None:
-    """The router with the sorting of rows, and all experts with the weighted sum: XLA adds nothing a layer but the reduction."""
+    """The router with the sorting of rows, and all experts with the weighted sum: XLA adds nothing a layer.
+
+    There is one rank, whose answer is the sum.
+    """
     found = operations(tokens, packed, sizes)
     assert found.pop(LAUNCH) == 2
-    assert found.pop("psum") == 1
     assert all(found.pop(name, 0) <= 1 for name in ONCE)
     assert set(found) <= FREE | {"mul"} and found["mul"] <= 1  # axis index times experts: a constant where there is one rank
 
