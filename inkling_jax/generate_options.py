@@ -113,7 +113,7 @@ def _add_batch_options(parser: Parser) -> None:
     group.add_argument(
         "--output", metavar="F.jsonl", help="where the results go, a JSON object a line, in the order that they end"
     )
-    group.add_argument("--slots", type=int, default=SLOTS, metavar="N", help="requests that run at once (default %(default)s)")
+    group.add_argument("--slots", type=int, default=SLOTS, metavar="N", help="requests that run at once, a replica (default %(default)s)")
     group.add_argument(
         "--shard",
         type=_shard,

@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.closed = False
+        self.replicas = 1
         self._running: dict[int, list[Step]] = {}
 
     def add(self, request: Request) -> int:

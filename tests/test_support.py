@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_files import micro_config
@@ -22,8 +23,8 @@ from inkling_jax.config import PRESETS, ModelConfig, preset
 from inkling_jax.convert.foreign import refuse_foreign_directory, refuse_foreign_names
 from inkling_jax.engine.engine import EngineOptions
 from inkling_jax.expert_storage import choose_kernels, kernels_refused
-from inkling_jax.loading import Loaded, choose_dtype, layout_of, load_model
-from inkling_jax.memory import Layout
+from inkling_jax.loading import Loaded, check_experts_over, check_spread_experts, choose_dtype, layout_of, load_model
+from inkling_jax.memory import Layout, choose_mesh
 from inkling_jax.planning import answer, published_plan
 from inkling_jax.sharding.mesh import mesh_sizes
 
@@ -88,6 +89,15 @@ def divides(model: str, **sizes: int) -> bool:
     return works(lambda: layout(model).full(CacheRequest(1, 64, 512, 1024), sizes))
 
 
+@functools.cache
+def spread_layout(model: str) -> Layout:
+    return layout_of(preset(model), None, BF16, EngineOptions(), True)
+
+
+def spread_divides(model: str, replicas: int) -> bool:
+    return works(lambda: spread_layout(model).weights({"data": replicas, "tensor": 1, "expert": 1}))
+
+
 def fits(model: str, devices: int, memory: str, batch: int = 1, context: int = 1024) -> bool:
     return answer(model, mesh=f"tensor={devices}", device_memory=memory, batch=batch, context=context).fits
 
@@ -129,11 +139,20 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "reference": lambda model: not choose_kernels("reference", preset(model).text, BF16, "any", {}, 16),
     "sm90": kernels_run,
     "pages": lambda model: works(lambda: answer(model, page_size=1, device_memory="1TB", context=64)),
-    "mesh": lambda model: all(divides(model, tensor=n, expert=m) for n in (1, 2, 4, 8) for m in (1, 2, 4, 8) if n * m <= 8),
+    "mesh": lambda model: (
+        [n for n in range(1, 129) if divides(model, tensor=n)] == [2**i for i in range(7 if model == "inkling" else 6)]
+        and divides(model, expert=16)
+        and divides(model, tensor=4, expert=8)
+    ),
     "kv_copies": lambda model: divides(model, tensor=16) or divides(model, tensor=4, expert=4),
-    "auto_mesh": lambda model: works(lambda: mesh_sizes("auto")),
+    "auto_mesh": lambda model: choose_mesh(layout(model), CacheRequest(1, 64, 512, 1024))["tensor"] == len(jax.devices()),
     "data": lambda model: divides(model, data=2, tensor=2),
-    "experts_over_data": lambda model: accepts("--experts-over"),
+    "experts_over_data": lambda model: (
+        accepts("--experts-over")
+        and not works(lambda: check_spread_experts("data", None, "sm90"))
+        and not works(lambda: check_experts_over("data", mesh_sizes("tensor=2")))
+        and [n for n in range(1, 300) if spread_divides(model, n)] == [2**i for i in range(9)]
+    ),
     "processes": lambda model: "jax.distributed" in SOURCE,
     "one_gpu": lambda model: fits(model, 1, "141GB"),
     "two_gpus": lambda model: fits(model, 2, "141GB"),
