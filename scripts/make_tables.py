@@ -88,6 +88,12 @@ COLUMNS: dict[str, list[Column]] = {
         (SHARE, _percent("ratio")),
         ("error", _error("rel_err")),
     ],
+    "nano_transformers": [
+        ("case", lambda row: row["case"]),
+        ("logits", _error("rel_err")),
+        ("worst", lambda row: max(row["rel_err_by_task"], key=row["rel_err_by_task"].get)),
+        ("Transformers", lambda row: row["transformers"]),
+    ],
     "load": [
         ("case", lambda row: row["case"]),
         ("GB", _number("bytes", 2, 1e-9)),
