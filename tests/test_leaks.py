@@ -52,7 +52,7 @@ def held(engine: Engine) -> tuple[int, int, int, int]:
     """Pages and slots that are taken, arrays of jax, and bytes of the host."""
     gc.collect()
     scheduler = engine.scheduler
-    pages = sum(pool.pages - pool.free + pool.reserved for pool in scheduler.pools.values())
+    pages = sum(pool.busy for pool in scheduler.pools.values())
     taken = SLOTS - len(scheduler.free_slots) + len(scheduler.running) + len(scheduler.waiting)
     return pages, taken, len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
 

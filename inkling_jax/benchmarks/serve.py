@@ -34,6 +34,7 @@ from inkling_jax.memory import most_positions
 
 CALLS = 12  # of decode that are measured
 PERCENTILES = (50, 90, 99)
+PREFIX_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     device = jax.devices()[0]
     traffic = Traffic(args.prompt, args.answer, args.rate, args.shared, args.prefix, args.seed)
     shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size)
-    options = EngineOptions(args.chunk, args.tokens_per_call)
+    # where no prompts are to begin alike none shall: a prompt of one measurement may come again in another
+    options = EngineOptions(args.chunk, args.tokens_per_call, prefix_bytes=PREFIX_BYTES if traffic.shared else 0)
     shape = cache_shape(shard, traffic, max(args.concurrency), options, args.page_size)
     shard.check_memory(shard.abstract_state(shape), device)
     ceiling = read_ceiling(device)
@@ -55,13 +57,15 @@ def run(args: argparse.Namespace) -> int:
     logger.info("%s: weights of %.1f GB after %.1f s", shard.name, shard.weight_bytes / 1e9, time.monotonic() - start)
     programs = warm_up(engine, samplings=engine.samplings[:1], quiet=args.quiet)
     rows = []
-    for most in args.concurrency:
+    for number, most in enumerate(args.concurrency):
         if time.monotonic() - start > args.time_limit:
             logger.warning("%.0f s are over: not measured at %d and what follows", args.time_limit, most)
             break
-        fields = measure_decode(shard, engine, traffic, most, ceiling)
-        count = args.requests or 2 * most
-        fields |= measure_traffic(engine, draw(traffic, count, engine.vocab), most, traffic.rate is not None)
+        before, first = dataclasses.replace(engine.prefix_statistics), traffic.seed + 2 * number
+        fields = measure_decode(shard, engine, dataclasses.replace(traffic, seed=first + 1), most, ceiling)
+        arrivals = draw(dataclasses.replace(traffic, seed=first), args.requests or 2 * most, engine.vocab)
+        fields |= measure_traffic(engine, arrivals, most, traffic.rate is not None)
+        fields["reused_tokens"] = engine.prefix_statistics.reused - before.reused
         fields |= ceiling.fields()
         row = make_row(
             "serve",
