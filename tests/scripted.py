@@ -69,7 +69,7 @@ def llm_over(engine: Any, tokenizer: Tokenizer | None) -> LLM:
     config = micro_config()
     processor = Processor(config, tokenizer, frozenset({"vision", "audio"}))
     parts = {"tokenizer": tokenizer, "processor": processor, "render_chat": chat.render, "engine": engine}
-    loaded: Any = types.SimpleNamespace(config=config, summary="scripted", **parts)
+    loaded: Any = types.SimpleNamespace(config=config, summary="scripted", open_drafts=None, **parts)
     return LLM(loaded)
 
 

@@ -91,7 +91,8 @@ class Batch:
         return OK
 
     def _runner(self, llm: LLM, todo: Survey, file: BinaryIO) -> Runner:
-        return Runner(llm, todo.tasks(file, self.defaults), self.slots * llm.engine.replicas, self.model, in_step=self.place is not None)
+        slots = self.slots * llm.engine.replicas
+        return Runner(llm, todo.tasks(file, self.defaults), slots, self.model, in_step=self.place is not None)
 
     def _write(self, events: Iterable[Event], todo: Survey, results: ResultFile, summary: Summary) -> int:
         """Write records as they come; how many."""
