@@ -69,13 +69,17 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("float32", "float32", YES),
         both("float16", "float16", NO),
         both("reference", "plain JAX on any device", YES),
-        both("sm90", "kernels for Hopper: attention, of prompts and in decode, router, experts, cache and residual stream", HOPPER),
+        both(
+            "sm90", "kernels for Hopper: attention, of prompts and in decode, router, experts, cache and residual stream", HOPPER
+        ),
         both("pages", "tokens a cache page", "any power of two; 64 or 128 with the kernels for Hopper"),
         Feature("mesh", "`tensor=N,expert=M`", "N x M = 1, 2, 4, 8, 16, 32 or 64", "N x M = 1, 2, 4, 8, 16 or 32"),
         both("kv_copies", "more devices than key heads, each with those of its queries", YES),
         both("auto_mesh", '`mesh="auto"`: all devices here', YES),
         both("data", "replicas (`data=N`), which step together", YES),
-        both("experts_over_data", "experts spread over replicas (`--experts-over data`)", "plain JAX, N = 2, 4, 8, ... 256"),
+        both(
+            "experts_over_data", "experts spread over replicas (`--experts-over data`)", "plain JAX, N = 2, 4, 8, ... 256"
+        ),
         both("processes", "several processes or hosts", "but for conversations (`--chat`): [multihost.md](multihost.md)"),
         Feature("one_gpu", "NVFP4 on one GPU with 141 GB for jax", NO, NO),
         Feature("two_gpus", "NVFP4 on two GPUs with 141 GB for jax", NO, YES),
