@@ -140,6 +140,7 @@ prompt chunk. A row is written as soon as its number is measured, and none is be
     )
     parser.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens of that beginning")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the traffic (default %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="as `generate` has it: to see what it costs")
     parser.add_argument("--chunk", type=_size, default=512, metavar="N", help="prompt tokens a step (default %(default)s)")
     parser.add_argument("--tokens-per-call", type=_size, default=8, metavar="N", help="decode steps a call (default %(default)s)")
     parser.add_argument("--page-size", type=_size, default=64, metavar="N", help="tokens a cache page (default %(default)s)")

@@ -67,8 +67,9 @@ def _run_batch(args: argparse.Namespace, place: Place | None) -> int:
     from inkling_jax.config import ModelConfig
 
     def load() -> LLM:
-        start_jax()
-        return _load(args, model, slots=args.slots, tokens_per_call=8)
+        # on a CPU programs compile fast, one by one as they are needed
+        accelerated = start_jax() != "cpu"
+        return _load(args, model, slots=args.slots, tokens_per_call=8, warm_up=accelerated)
 
     told = model if model in PRESETS else repr(ModelConfig.from_directory(model))
     defaults = Defaults(dataclasses.replace(params, seed=None), args.effort, args.seed or 0, told)
@@ -81,7 +82,7 @@ def _run_batch(args: argparse.Namespace, place: Place | None) -> int:
         return batch.run()
 
 
-def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int) -> LLM:
+def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int, warm_up: bool = False) -> LLM:
     from inkling_jax.llm import load
 
     return load(
@@ -97,6 +98,8 @@ def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: 
         page_size=args.page_size,
         slots=slots,
         tokens_per_call=tokens_per_call,
+        deterministic=args.deterministic,
+        warm_up=warm_up,
         quiet=args.quiet,
     )
 

@@ -113,7 +113,9 @@ def _add_batch_options(parser: Parser) -> None:
     group.add_argument(
         "--output", metavar="F.jsonl", help="where the results go, a JSON object a line, in the order that they end"
     )
-    group.add_argument("--slots", type=int, default=SLOTS, metavar="N", help="requests that run at once, a replica (default %(default)s)")
+    group.add_argument(
+        "--slots", type=int, default=SLOTS, metavar="N", help="requests that run at once, a replica (default %(default)s)"
+    )
     group.add_argument(
         "--shard",
         type=_shard,
@@ -173,6 +175,11 @@ def _add_model_options(parser: Parser) -> None:
     )
     group.add_argument(
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page, a power of two (default %(default)s)"
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="what an answer is does not depend on what runs beside it, to the bit: slower, and each prompt is read in full",
     )
     add_kernels_option(group)
 

@@ -185,7 +185,8 @@ def test_random_weights_route_as_expected(tiny: Shard, compiled: tuple) -> None:
     nothing = np.full((1, 3), np.iinfo(np.int32).max, np.int32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 250, batch), jnp.int32)
     one = jnp.ones(batch, jnp.int32)
-    chunk = Chunk(ids, jnp.arange(batch, dtype=jnp.int32), one, one * context, one > 0, PageUpdates(nothing, nothing))
+    slots, updates = jnp.arange(batch, dtype=jnp.int32), PageUpdates(nothing, nothing)
+    chunk = Chunk(ids, slots, one, one * context, one == 0, one > 0, updates)
     (_, tape), _ = tiny.programs.score(compiled[2], state, chunk, context=context, trace=True)
     for layer in range(2):
         groups = np.asarray(tape[f"moe.{layer}.experts"]).reshape(-1, 4 * 4)

@@ -53,7 +53,7 @@ def compiled(
     state = jax.tree.map(placed, state, specs)
     updates, rows = pack_updates({"global": [], "local": []}, 4 * replicas), jnp.zeros(ROWS * replicas, jnp.int32)
     ids = jnp.zeros(16 * replicas, jnp.int32)
-    inputs = (rows, updates) if program == "decode" else Chunk(ids, rows, rows, rows, rows > 0, updates)
+    inputs = (rows, updates) if program == "decode" else Chunk(ids, rows, rows, rows, rows < 0, rows > 0, updates)
     lowered = getattr(programs, program).lower(leaves, state, inputs, context=64, **static)
     return [(found[2], found[1]) for found in OPERATION.finditer(lowered.compile().as_text())]
 

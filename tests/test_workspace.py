@@ -58,7 +58,8 @@ def compiled_bytes(config: TextConfig, sizes: dict[str, int], program: str, toke
         inputs = (one_each, updates)
         lowered = programs.decode.lower(leaves, state, inputs, context=context, sampling=greedy, steps=1)
     else:
-        chunk = Chunk(jnp.zeros(tokens, jnp.int32), one_each, one_each, one_each, jnp.zeros(rows, bool), updates)
+        no = jnp.zeros(rows, bool)
+        chunk = Chunk(jnp.zeros(tokens, jnp.int32), one_each, one_each, one_each, no, no, updates)
         options = {"sampling": greedy} if program == "prefill" else {"trace": False}
         lowered = getattr(programs, program).lower(leaves, state, chunk, context=context, **options)
     found = lowered.compile().memory_analysis()

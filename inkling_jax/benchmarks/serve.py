@@ -45,14 +45,17 @@ def run(args: argparse.Namespace) -> int:
     device = jax.devices()[0]
     traffic = Traffic(args.prompt, args.answer, args.rate, args.shared, args.prefix, args.seed)
     shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size)
+    shard = dataclasses.replace(shard, deterministic=args.deterministic)
     # where no prompts are to begin alike none shall: a prompt of one measurement may come again in another
-    options = EngineOptions(args.chunk, args.tokens_per_call, prefix_bytes=PREFIX_BYTES if traffic.shared else 0)
+    kept = PREFIX_BYTES if traffic.shared else 0
+    options = EngineOptions(args.chunk, args.tokens_per_call, deterministic=args.deterministic, prefix_bytes=kept)
     shape = cache_shape(shard, traffic, max(args.concurrency), options, args.page_size)
     shard.check_memory(shard.abstract_state(shape), device)
     ceiling = read_ceiling(device)
     logger.info("reads reach %.0f GB/s (%s)", ceiling.bytes_per_second / 1e9, ceiling.method)
-    most = Shapes.of(shape, options.chunk, bounded=not shard.kernels)
-    shapes = Shapes(most.chunks[-1:], tuple(sorted(set(args.concurrency))), most.contexts[-1:])
+    shapes = Shapes.of(shape, options.chunk, bounded=not shard.kernels, single=True)
+    if not args.deterministic:
+        shapes = dataclasses.replace(shapes, rows=tuple(sorted(set(args.concurrency))))
     engine = shard.engine(shard.random_leaves(), shape, options, shapes)
     logger.info("%s: weights of %.1f GB after %.1f s", shard.name, shard.weight_bytes / 1e9, time.monotonic() - start)
     programs = warm_up(engine, samplings=engine.samplings[:1], quiet=args.quiet)
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         fields |= ceiling.fields()
         row = make_row(
             "serve",
-            f"{shard.name} concurrency={most} {traffic}",
+            f"{shard.name} concurrency={most} {traffic}{' deterministic' if args.deterministic else ''}",
             "decode",
             device,
             kernels="sm90" if shard.kernels else "reference",

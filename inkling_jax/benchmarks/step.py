@@ -230,4 +230,4 @@ def _inputs(case: Case) -> Any:
         return slots, updates
     ids = jnp.arange(case.queries, dtype=jnp.int32) % 256  # different tokens, in any vocabulary
     rows = jnp.full(1, case.queries, jnp.int32)
-    return Chunk(ids, slots, rows, rows, jnp.ones(1, bool), updates)
+    return Chunk(ids, slots, rows, rows, jnp.zeros(1, bool), jnp.ones(1, bool), updates)
