@@ -42,7 +42,7 @@ class AnsweringEngine:
         self.requests: list[Request] = []
         self.most = 0  # requests that were ever there at once
         self.closed = False
-        self.replicas = 1
+        self.replicas, self.prefix_statistics = 1, None
         self.steps = 0
         self._seconds = seconds  # that a step takes
         self._left: dict[int, list[int]] = {}
