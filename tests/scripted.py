@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.closed = False
-        self.replicas = 1
+        self.replicas, self.prefix_statistics = 1, None
         self._running: dict[int, list[Step]] = {}
 
     def add(self, request: Request) -> int:
