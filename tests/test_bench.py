@@ -378,7 +378,7 @@ def test_a_kernel_that_fails_leaves_the_other_ceiling(monkeypatch: pytest.Monkey
     [
         (
             "--preset inkling-small --rank-of tensor=3",
-            r"^error: layers\.0\.attn\.\S+ dimension 'kv_heads' of size 8 does not divide over 3 devices",
+            r"^error: layers\.\d\.attn\.\S+ 'kv_heads', 32 query heads on 8 key heads do not divide over 3 devices",
         ),
         ("--preset inkling-small --rank-of heads=8", "mesh 'heads=8'"),
         ("--preset inkling-small --rank-of tensor=8 --layers 99", "--layers 99: inkling-small has 42"),

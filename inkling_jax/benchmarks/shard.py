@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from inkling_jax.cache.paged import Cache, CacheShape, LayerCache
 from inkling_jax.config import ModelConfig, TextConfig, preset
+from inkling_jax.config_ranks import spread_text
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.sampler import SamplerState
 from inkling_jax.engine.shapes import Shapes
@@ -144,6 +145,7 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
     directory = Path(source)
     config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
     sizes = mesh_sizes(rank_of)
+    config = spread_text(config, sizes["tensor"] * sizes["expert"])
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "tensor=1"
     name = f"{directory.resolve().name if directory.is_dir() else source} {mesh}"
     if layers is not None:
@@ -152,7 +154,7 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
         local, dense = config.local_layers[:layers], config.dense_layers[:layers]
         config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
         name += f" layers={layers}"
-    Shard(name, mesh, config, sizes, False).abstract_state(CacheShape(1, 1, 1, 1, 1, 1))  # all that must divide, does
+    _ = Shard(name, mesh, config, sizes, False).leaves  # all that must divide, does
     chosen = choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes, page_size)
     return Shard(name, mesh, config, sizes, chosen)
 
