@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.expert_matmul.nvfp4 import Calibrated, Nvfp4, dequantize, quantize_activations
+from inkling_jax.kernels.mapping import map_after
 
 DEQUANTIZED_ELEMENTS = 1 << 27
 MAX_TILE_ROWS = 128
@@ -63,7 +64,7 @@ def expert_matmul(
         return jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)).reshape(steps, group, *a.shape[1:])
 
     items = (padded(tiles.token), padded(tiles.expert), padded(tiles.used))
-    out = work(jax.tree.map(lambda a: a[0], items)) if steps == 1 else jax.lax.map(work, items)
+    out = work(jax.tree.map(lambda a: a[0], items)) if steps == 1 else map_after(x, work, items)
     out = out.reshape(-1, x.shape[1])
     chosen = jnp.take(out, tiles.place, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
     return jnp.sum(chosen * weights[..., None], axis=1).astype(x.dtype)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from inkling_jax.kernels.mapping import map_after
+
 QUERY_BLOCK = 64  # query tokens of one row that share a gather of keys
 KEY_BLOCK = 512  # keys a step of the running softmax where queries come in blocks
 SCORE_ELEMENTS = 1 << 24  # scores held at once, over all rows worked on together
@@ -77,7 +79,7 @@ def paged_attention(
         return jax.lax.cond(live.any(), attend, lambda _: idle, None)
 
     split = (item_row.reshape(-1, blocks.group), item_first.reshape(-1, blocks.group))
-    out = jax.lax.map(group, split) if split[0].shape[0] > 1 else group((split[0][0], split[1][0]))
+    out = map_after(q, group, split) if split[0].shape[0] > 1 else group((split[0][0], split[1][0]))
     out = out.reshape(-1, blocks.queries, heads, width)
     if longest == 1:
         return out[:tokens, 0]
