@@ -12,7 +12,6 @@ import pytest
 from engines import GREEDY, Result
 from text_checkpoint import write_text_checkpoint
 
-import inkling_jax
 from inkling_jax.cache.prefix import chain
 from inkling_jax.engine.engine import Engine
 from inkling_jax.engine.request import Request
@@ -189,15 +188,3 @@ def test_pictures_are_told_apart(open_engine, directory) -> None:
     for which in (0, 1):
         assert_same(found[2 + which], run(cold, ids, **show(which)))
     assert found[0][0].logprobs != found[1][0].logprobs
-
-
-@pytest.mark.slow
-def test_on_a_mesh(directory: Path) -> None:
-    """Each rank's part of the state is kept and comes back: the tokens of one device."""
-    options = {"dtype": "float32", "slots": 2, "page_size": 16, "chunk": 16, "max_context": 256, "quiet": True}
-    prompts = [TEXT[:100], TEXT[:100], TEXT[:96] + OTHER]
-    with inkling_jax.load(directory, prefix_memory=0, **options) as one:
-        wanted = [one.generate(ids, GREEDY)[0].token_ids for ids in prompts]
-    with inkling_jax.load(directory, mesh="tensor=2", **options) as two:
-        assert [two.generate(ids, GREEDY)[0].token_ids for ids in prompts] == wanted
-        assert two.engine.prefix_statistics.reused == 2 * 96

@@ -201,6 +201,22 @@ def test_prompts_have_half_of_a_step():
     assert rows(scheduler.plan()) == ([], [*early, late])
 
 
+def test_nobody_is_admitted_to_a_call_of_several_steps():
+    """Where pages that the next in line needs come free in the middle of a plan, it waits for the next one."""
+    scheduler = Scheduler(LIMITS)
+    first = scheduler.add(request(6, 30))
+    for _ in range(5):
+        scheduler.plan()
+    assert len(first.pages["local"].held()) == 5  # the host has seen nothing: all is in the window
+    first.made += [7] * first.dispatched
+    second = scheduler.add(request(17))  # needs five of ten, and one to spare
+    plan = scheduler.plan()
+    assert rows(plan) == ([], [first]) and plan.steps == 3 and not plan.admitted
+    assert len(first.pages["local"].held()) == 4
+    plan = scheduler.plan()
+    assert plan.admitted == [second] and plan.steps == 1 and rows(plan) == ([(second, 0, 5)], [first])
+
+
 def test_alone_a_step_reads_one_prompt_and_nobody_loses_pages():
     """Cut at multiples of the chunk, without those who decode beside it; admitted with all pages that it may ever need."""
     scheduler = Scheduler(dataclasses.replace(LIMITS, alone=True))

@@ -170,6 +170,7 @@ class Driven(RuleBasedStateMachine):
             self.collect()
 
     def dispatch(self, plan: Plan) -> None:
+        assert plan.mixed or not (plan.parts or plan.admitted), "a call of several steps reads nothing"
         assert sum(end - begin for _, begin, end in plan.parts) + len(plan.decoding) * plan.mixed <= CHUNK
         for sequence in plan.admitted:
             self.device.begin(sequence)

@@ -124,7 +124,7 @@ class Scheduler:
                 plan.decoding.append(sequence)
                 sequence.dispatched = min(sequence.dispatched + plan.steps, sequence.max_tokens)
                 sequence.in_flight += 1
-        while budget > 0 and not (limits.alone and plan.parts) and (sequence := self._admit()) is not None:
+        while mixed and budget > 0 and not (limits.alone and plan.parts) and (sequence := self._admit()) is not None:
             plan.admitted.append(sequence)
             budget -= self._read(sequence, budget, plan)
         return plan
