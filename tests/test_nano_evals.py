@@ -66,7 +66,7 @@ def test_perplexity_weighs_tokens_and_varies_by_item() -> None:
     # by hand: residues of 4 either way, so a variance of the sum of 2 * (16 + 16) over 1, and a mean's error of 8 / 10
     assert math.log(perplexity([1.0, 9.0], [5, 5]).high) == pytest.approx(1 + 1.959964 * 0.8)
     assert loss_change([5.0, 1.0], [6.0, 10.0], [5, 5]) == pytest.approx((1.0, 1 - 1.959964 * 0.8, 1 + 1.959964 * 0.8))
-    assert perplexity([3.0], [3]).low == 0 and perplexity([3.0], [3]).high > 1e300
+    assert perplexity([3.0], [3]).low == 1 and perplexity([3.0], [3]).high > 1e300
 
 
 @pytest.fixture(scope="module")

@@ -15,26 +15,28 @@ from inkling_jax.llm import LLM, load
 from inkling_jax.sources import own_model
 
 TASKS = ("world", "arithmetic", "lookup", "tools", "shapes", "tones")
-ITEMS = 8  # of each task, of which all but one must be right; a share of 95% fails that once in 17 times, and the items are fixed
+ITEMS = 4  # of each task; all answers but one must be right
 
 pytestmark = pytest.mark.skipif(own_model() is None, reason="this copy holds no model of its own (inkling_jax/nano)")
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """The package's own model: one size of prompt chunk, so few programs."""
-    with load(str(own_model()), max_context=512, chunk=64, slots=8, quiet=True) as llm:
+    """The package's own model: one size of prompt chunk and one sequence at a time, so few programs."""
+    with load(str(own_model()), max_context=512, chunk=64, slots=1, quiet=True) as llm:
         yield llm
 
 
 def test_held_out_items_are_right(llm: LLM) -> None:
-    """All but one of each task; without their pictures and sounds, most captions and names of tones are wrong."""
+    """All but one; without their pictures and sounds, most captions and names of tones are wrong."""
     examples = [make_example(task, 0, "held-out", index) for task in TASKS for index in range(ITEMS)]
     blind = [with_media(e, "removed", 0, n % ITEMS) for n, e in enumerate(examples) if e.task in ("shapes", "tones")]
     made = answers(llm, examples + blind)
     right = [grade(example, given(answer)) for example, (_, _, answer) in zip(examples + blind, made, strict=True)]
-    for n, task in enumerate(TASKS):
-        assert sum(right[n * ITEMS : (n + 1) * ITEMS]) >= ITEMS - 1, task
+    wrong = [
+        (example.task, answer.content) for example, (_, _, answer), good in zip(examples, made, right, strict=False) if not good
+    ]
+    assert len(wrong) <= 1, wrong
     assert sum(right[len(examples) :]) <= len(blind) // 2
     assert all(completion.finish_reason == "stop" for _, completion, _ in made[: len(examples)])
 

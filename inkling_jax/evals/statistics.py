@@ -38,7 +38,7 @@ def share(successes: int, total: int) -> Interval:
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> Interval:
     """exp of the mean loss a token, each item giving the sum of its losses, in nats, and their number."""
-    return Interval(*(math.exp(min(end, 700.0)) for end in _mean(losses, tokens)))
+    return Interval(*(math.exp(min(max(end, 0.0), 700.0)) for end in _mean(losses, tokens)))  # no loss is below zero
 
 
 def loss_change(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> Interval:
