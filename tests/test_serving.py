@@ -130,7 +130,7 @@ def test_each_request_is_served_as_if_alone(count: int, ahead: int, directory: P
         np.testing.assert_allclose(*logprobs, atol=1e-4)
     assert engines.all_given_back(engine) and engines.all_given_back(alone)
     counts = engine.prefix_statistics
-    assert min(engine.scheduler.preemptions, counts.hits, counts.evicted, seen.mixed) >= count // 10 and cancelled
+    assert min(engine.scheduler.preemptions, counts.hits, counts.evicted, seen.mixed) >= count // 40 and cancelled
     assert seen.most == engines.SLOTS and counts.reused < counts.asked
 
 
