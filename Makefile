@@ -11,7 +11,7 @@ endif
 PYTEST := $(RUN) -m pytest
 
 help:
-	@echo "make demo       generate text with a tiny model, on whatever device is there"
+	@echo "make demo       ask the model that comes along, on whatever device is there"
 	@echo "make test       tests that need no GPU and no patience (2 processes, at most 15 minutes)"
 	@echo "make test-slow  the others that need no GPU"
 	@echo "make test-gpu   tests that need a GPU; fails if none could run"

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from byte_tokenizer import write_byte_tokenizer
 from checkpoint_files import micro_config
 from text_checkpoint import USABLE
 
 from inkling_jax.engine.output import Output
 from inkling_jax.engine.request import Request
 from inkling_jax.inputs import chat
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.processor import Processor
 from inkling_jax.inputs.segments import Control, Segment, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def scripted_llm(tokenizer: Tokenizer | None, *scripts: Iterable[Step]) -> LLM:
 
 def demo_tokenizer(directory: Path) -> Tokenizer:
     """The demo tokenizer, written into a directory first."""
-    write_demo_tokenizer(directory, USABLE)
+    write_byte_tokenizer(directory, USABLE)
     return Tokenizer.from_directory(directory, None)
 
 

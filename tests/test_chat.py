@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import write_byte_tokenizer
 from chat_cases import CASES, HOSTILE, MEDIA, USER, Item, as_written, options, with_items
 from hypothesis import given, settings
 
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.chat import render
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.messages import canonical_json, check_messages
 from inkling_jax.inputs.segments import Control, Media, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ def body(messages: list, **kw) -> str:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, 320)
+    write_byte_tokenizer(directory, 320)
     return Tokenizer.from_directory(directory, None)
 
 
@@ -226,7 +226,7 @@ def test_bad_tools(tool, message: str):
 
 
 def test_missing_control_token(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, 320)
+    write_byte_tokenizer(tmp_path, 320)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|message_user|>", "<|someone|>"))
     with pytest.raises(InputError, match=r"no <\|message_user\|> token, which the conversation needs"):

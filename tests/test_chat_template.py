@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import write_byte_tokenizer
 from chat_cases import CASES, HOSTILE, USER, Item, as_written, options, with_items
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.inputs.chat import render
 from inkling_jax.inputs.chat_template import ChatTemplate, chat_renderer
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.segments import Control, Media, Segment, Text, encode_segments
 from inkling_jax.inputs.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ from inkling_jax.inputs.tokenizer import Tokenizer
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, 320)
+    write_byte_tokenizer(directory, 320)
     return Tokenizer.from_directory(directory, None)
 
 
@@ -204,7 +204,7 @@ def test_template_of_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer):
 
 def test_template_that_guards_other_spellings(tmp_path: Path):
     """A control token without "|" is guarded by its first character, and a template still sees the rest of the text."""
-    write_demo_tokenizer(tmp_path, 320)
+    write_byte_tokenizer(tmp_path, 320)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|content_tool_error|>", "[ERROR]"))
     tokenizer = Tokenizer.from_directory(tmp_path, None)

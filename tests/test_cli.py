@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pty
-import runpy
 import select
 import signal
 import subprocess
@@ -22,8 +21,6 @@ from PIL import Image
 from text_checkpoint import write_text_checkpoint
 
 from inkling_jax.config import ModelConfig
-from inkling_jax.convert.safetensors_reader import Checkpoint
-from inkling_jax.convert.weight_map import WeightPlan
 from inkling_jax.generate import main
 from inkling_jax.inputs.tokenizer import Tokenizer
 
@@ -403,33 +400,14 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str,
     package.setLevel(level)
 
 
-def test_the_demo_writes_a_model_and_becomes_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The checkpoint loads (every tensor accounted for), has all kinds of layers, packed experts and a tokenizer; the
-    command is printed as it is run; a second run does not mind what the first left."""
-    calls = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(os, "execv", lambda program, command: calls.append((program, command)))
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]()
-    (program, command), again = calls
-    assert (program, command) == again and command[:3] == [sys.executable, "-m", "inkling_jax.generate"]
-    directory = Path(command[command.index("--model") + 1])
-    config = ModelConfig.from_directory(directory)
-    plan = WeightPlan.build(config, Checkpoint.open(directory))
-    assert {True, False} == set(config.text.local_layers) == set(config.text.dense_layers)
-    assert plan.packed == {(layer, name) for layer in range(3, config.text.num_layers) for name in ("w13", "w2")}
-    assert "message_user" in Tokenizer.from_directory(directory, config).control
-    out = capsys.readouterr().out
-    assert "RANDOM" in out and "noise" in out and f"-m inkling_jax.generate --model {directory}" in out
-
-
 @pytest.mark.slow
 def test_the_demo_runs(environment: dict[str, str]) -> None:
-    """All of it: text on standard output, within two minutes."""
+    """What a person recognises, on standard output."""
     command = [sys.executable, str(ROOT / "scripts" / "demo.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False)
-    assert done.returncode == 0 and "120 tokens made" in done.stderr and "finished: length" in done.stderr
-    assert len(done.stdout.split("--seed 1\n\n")[1]) > 60
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "12 + 7 = 19" in done.stdout
+        and "Mira lives in Dorn." in done.stdout
+        and "red square" in done.stdout.rpartition("> [a red")[2]
+    )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from byte_tokenizer import write_byte_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from inkling_jax.errors import InputError
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.outputs.detokenizer import IncrementalDetokenizer
 
@@ -25,7 +25,7 @@ STOPS = st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, SIZE)
+    write_byte_tokenizer(directory, SIZE)
     return directory
 
 

@@ -84,7 +84,6 @@ RULES = [
     Rule("completion", only=("engine", "inputs", "outputs")),
     Rule("conversation", never=("loading", *PROGRAMS)),
     Rule("llm", never=PROGRAMS),
-    Rule("demo_model", only=("config*", "convert", "inputs"), without=("jax", "jaxlib", "flax")),
     Rule("command_line", only=("errors",)),
     Rule("terminal", never=("bench", "benchmarks", "chat_loop", "generate*")),
     Rule("chat_loop", never=("bench", "benchmarks", "generate*")),

@@ -377,7 +377,11 @@ def test_bad_prompts(idle: LLM, prompt, error: type[Exception], told: str) -> No
         ({"mesh": "tensor=" + "9" * 5000}, InputError, "is not AXIS=SIZE"),
         ({"mesh": "tensor=1,tensor=2"}, InputError, "tensor has more than one size"),
         ({"mesh": "data=2", "draft": True}, InputError, "mesh data=2: the draft head runs on a mesh of one replica"),
-        ({"experts_over": "data"}, InputError, "experts_over='data': mesh tensor=1 has one replica; give it more, such as data=2"),
+        (
+            {"experts_over": "data"},
+            InputError,
+            "experts_over='data': mesh tensor=1 has one replica; give it more, such as data=2",
+        ),
         ({"experts_over": "expert"}, InputError, "experts_over='expert': expected None"),
         ({"mesh": "data=2", "experts_over": "data", "kernels": "sm90"}, InputError, "are of the reference path alone"),
         ({"page_size": 0}, InputError, "page_size=0: expected an integer of at least 1"),

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import write_byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.control import CONTROL_TOKENS
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.tokenizer import Tokenizer
 from inkling_jax.outputs.parser import OutputParser, Parsed, ParsedDelta, SpelledParser
 from inkling_jax.outputs.tool_calls import MalformedCall, ToolCall
@@ -153,7 +153,7 @@ SHORT = [p for p in TRANSCRIPTS if len(p.values[0]) < 2500]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, 320)
+    write_byte_tokenizer(directory, 320)
     return Tokenizer.from_directory(directory, None)
 
 
@@ -365,7 +365,7 @@ def test_ids_out_of_range(tokenizer: Tokenizer):
 
 def test_a_token_that_the_format_does_not_name(tmp_path: Path):
     """One for calls whose id is not published is known by its spelling; another is passed over."""
-    write_demo_tokenizer(tmp_path, 320)
+    write_byte_tokenizer(tmp_path, 320)
     file = tmp_path / "tokenizer.json"
     spelled = (
         file.read_text()

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_tokenizer import write_byte_tokenizer
 from checkpoint_files import micro_config
 from text_checkpoint import USABLE
 
 from inkling_jax.config import ModelConfig
 from inkling_jax.errors import ConfigError, InputError
 from inkling_jax.inputs.chat import render
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.processor import Processor, media_slots
 from inkling_jax.inputs.prompt import Prompt
 from inkling_jax.inputs.segments import Media, encode_segments
@@ -40,7 +40,7 @@ def bins(rows: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("processor")
-    write_demo_tokenizer(directory, USABLE)
+    write_byte_tokenizer(directory, USABLE)
     return Tokenizer.from_directory(directory, None)
 
 

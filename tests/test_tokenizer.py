@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from byte_tokenizer import write_byte_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inkling_jax.config import ModelConfig, preset
 from inkling_jax.errors import CheckpointError, InputError
 from inkling_jax.inputs.control import CONTROL_TOKENS
-from inkling_jax.inputs.demo_tokenizer import write_demo_tokenizer
 from inkling_jax.inputs.stops import resolve_stop_ids
 from inkling_jax.inputs.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def merge_opener(directory: Path) -> None:
 @pytest.fixture(scope="module")
 def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(directory, SIZE)
+    write_byte_tokenizer(directory, SIZE)
     merge_opener(directory)
     return directory
 
@@ -84,7 +84,7 @@ def test_text_is_encoded_as_if_there_were_no_control_tokens(demo: Tokenizer, wit
 
 def test_hidden_control_tokens_of_a_checkpoint_are_guarded(tmp_path: Path, without_control: tokenizers.Tokenizer):
     """Not special, stripping spaces, matched after normalisation, one word only: however it is declared, text spells it."""
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     merge_opener(tmp_path)
 
     def declare(tokenizer: dict) -> None:
@@ -108,7 +108,7 @@ def test_ordinary_added_tokens_stay_text(oracle_dir):
 
 def test_control_token_inside_the_vocabulary_is_broken_apart(tmp_path: Path):
     """A config may name an ordinary entry as its image slot: text that spells the entry must not hold a slot."""
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     slot = Tokenizer.from_directory(tmp_path, None).encode("et")
     assert len(slot) == 1
     tokenizer = Tokenizer.from_directory(tmp_path, model_config(image_token_id=slot[0]))
@@ -121,7 +121,7 @@ def test_control_token_inside_the_vocabulary_is_broken_apart(tmp_path: Path):
 
 
 def test_settings_of_the_file_that_would_change_a_prompt_are_off(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     file = str(tmp_path / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(file)
     backend.enable_truncation(3)
@@ -165,7 +165,7 @@ def test_decode_is_the_librarys(demo: Tokenizer, library: tokenizers.Tokenizer, 
 
 
 def test_added_tokens_outside_the_byte_alphabet_decode_as_the_librarys(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.add_tokens(["a b", "✓✓", "éé", "Ġx"])
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -191,7 +191,7 @@ def test_bad_input(demo: Tokenizer, tmp_path: Path):
 
 
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     with pytest.raises(CheckpointError, match="control token .* has id .*, outside the model's usable vocabulary of 310"):
         Tokenizer.from_directory(tmp_path, model_config(310))
     edit_json(tmp_path / "tokenizer.json", lambda t: t["added_tokens"].clear())
@@ -201,7 +201,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path):
 
 
 def test_other_decoders_are_refused(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     edit_json(tmp_path / "tokenizer.json", lambda t: t.update(decoder={"type": "ByteFallback"}))
     with pytest.raises(CheckpointError, match="decoder ByteFallback is not supported"):
         Tokenizer.from_directory(tmp_path, None)
@@ -217,7 +217,7 @@ def respell(directory: Path, old: str, new: str) -> None:
 
 
 def test_content_xml_by_either_spelling(tmp_path: Path):
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     before = Tokenizer.from_directory(tmp_path, None)
     respell(tmp_path, "<|content_xml|>", "<|unused_200024|>")
     after = Tokenizer.from_directory(tmp_path, None)
@@ -228,7 +228,7 @@ def test_content_xml_by_either_spelling(tmp_path: Path):
 
 
 def test_slots_by_config_then_processor_then_spelling(tmp_path: Path):
-    slots = write_demo_tokenizer(tmp_path, SIZE)
+    slots = write_byte_tokenizer(tmp_path, SIZE)
     plain = Tokenizer.from_directory(tmp_path, model_config())
     assert plain.control["image_slot"] == slots["image_token_id"] and plain.control["audio_slot"] == slots["audio_token_id"]
     respell(tmp_path, "<|unused_200054|>", "<picture>")
@@ -243,7 +243,7 @@ def test_slots_by_config_then_processor_then_spelling(tmp_path: Path):
 
 
 def test_published_id_counts_only_for_a_control_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ids = write_demo_tokenizer(tmp_path, SIZE)
+    ids = write_byte_tokenizer(tmp_path, SIZE)
     respell(tmp_path, "<|unused_200054|>", "<|unused_7|>")
     for published, found in ((ids["image_token_id"], ids["image_token_id"]), (70, None), (10**6, None)):
         token = dataclasses.replace(CONTROL_TOKENS["image_slot"], published_id=published)
@@ -267,7 +267,7 @@ STOP_SOURCES = {
 
 @pytest.mark.parametrize("source", STOP_SOURCES)
 def test_each_source_alone_gives_the_stop(tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture):
-    eos = write_demo_tokenizer(tmp_path, SIZE)["eos_token_id"]
+    eos = write_byte_tokenizer(tmp_path, SIZE)["eos_token_id"]
     fields = STOP_SOURCES[source](tmp_path, eos, "<|content_model_end_sampling|>")
     config = model_config(**fields) if isinstance(fields, dict) else model_config()
     tokenizer = Tokenizer.from_directory(tmp_path, config)
@@ -276,7 +276,7 @@ def test_each_source_alone_gives_the_stop(tmp_path: Path, source: str, caplog: p
 
 
 def test_stops_are_a_union_without_end_message(tmp_path: Path):
-    eos = write_demo_tokenizer(tmp_path, SIZE)["eos_token_id"]
+    eos = write_byte_tokenizer(tmp_path, SIZE)["eos_token_id"]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, eos]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_message|>"}))
     config = model_config(eos_token_id=9)
@@ -298,15 +298,15 @@ def test_bad_stops(tmp_path: Path):
         with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id: .* is (not a token id|outside)"):
             resolve_stop_ids(tmp_path, None, model_config())
     (tmp_path / "generation_config.json").unlink()
-    write_demo_tokenizer(tmp_path, SIZE)
+    write_byte_tokenizer(tmp_path, SIZE)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(CheckpointError, match="eos_token '</s>' is not a token"):
         resolve_stop_ids(tmp_path, Tokenizer.from_directory(tmp_path, None), model_config())
 
 
 @pytest.mark.parametrize("size", [SIZE, 500, 5000, 200058])
-def test_demo_tokenizer_fills_the_vocabulary(tmp_path: Path, size: int):
-    ids = write_demo_tokenizer(tmp_path, size)
+def test_byte_tokenizer_fills_the_vocabulary(tmp_path: Path, size: int):
+    ids = write_byte_tokenizer(tmp_path, size)
     tokenizer = Tokenizer.from_directory(tmp_path, model_config(size, **ids))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.vocab_size == len(set(backend.get_vocab().values())) == size
@@ -316,6 +316,6 @@ def test_demo_tokenizer_fills_the_vocabulary(tmp_path: Path, size: int):
     assert tokenizer.decode(tokenizer.encode("Hello tests, ünïcode")) == "Hello tests, ünïcode"
 
 
-def test_demo_tokenizer_too_small(tmp_path: Path):
+def test_byte_tokenizer_too_small(tmp_path: Path):
     with pytest.raises(InputError, match="usable_vocab_size 256 is too small.*at least 274"):
-        write_demo_tokenizer(tmp_path, 256)
+        write_byte_tokenizer(tmp_path, 256)

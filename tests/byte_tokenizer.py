@@ -16,7 +16,7 @@ from inkling_jax.inputs.control import CONTROL_TOKENS
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"  # by frequency in English, so that the first merges are of use
 
 
-def write_demo_tokenizer(directory: str | Path, usable_vocab_size: int) -> dict[str, int]:
+def write_byte_tokenizer(directory: str | Path, usable_vocab_size: int) -> dict[str, int]:
     """Write tokenizer.json and tokenizer_config.json with exactly `usable_vocab_size` ids, control tokens being the last ones.
 
     Returns the fields that config.json needs: "eos_token_id", "image_token_id", "audio_token_id". Raises InputError when the size
