@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from engines import GREEDY, Result
 
+from inkling_jax.cache.paged import CacheShape
 from inkling_jax.engine.check import KINDS, _overwritten
 from inkling_jax.engine.engine import Engine
 from inkling_jax.engine.request import Request, SamplingParams
@@ -58,6 +60,37 @@ def test_a_run_agrees_and_is_counted(tiny: Path) -> None:
     appended = sum(len(prompt) + 39 for i, prompt in zip(ids, prompts(), strict=True) if i != ids[2])
     assert counted["positions"] >= 2 * appended  # in a layer of each kind
     assert engines.run(engine, prompts()[:2]) == engines.run(engines.small_engine(tiny), prompts()[:2])
+
+
+@pytest.mark.slow
+def test_lost_slots_prefixes_and_a_failure(tiny: Path) -> None:
+    """Little memory, prompts that begin alike, and an embedding row of NaN that one of them meets: the check finds nothing, that
+    request ends alone, naming the step, and each slot serves a next one as a fresh engine does, to the bit.
+    """
+    shape, bad = CacheShape(engines.SLOTS, 16, 20, 20, 256, 24), 480
+    params = dataclasses.replace(GREEDY, bad_token_ids=(bad,), logprobs=2)
+    random = np.random.default_rng(2)
+    beginning, *own = (random.integers(0, 470, n).tolist() for n in (40, 30, 9, 20, 50, 12, 33, 41))
+    lot = [beginning + rest for rest in own]
+    lot[3][60] = bad
+
+    def spoilt_engine() -> Engine:
+        engine = engines.small_engine(tiny, shape=shape, check=True, prefix_bytes=1 << 20)
+        embed = engine.programs.paths.index("embed")
+        engine.leaves = list(engine.leaves)
+        engine.leaves[embed] = engine.leaves[embed].at[bad].set(jnp.nan)
+        return engine
+
+    engine = spoilt_engine()
+    results = engines.run(engine, lot, params)
+    assert [r.finish_reason for r in results] == ["error" if i == 3 else "length" for i in range(len(lot))]
+    assert re.fullmatch(r"the logits of step \d+ are not finite \(generated token 1\)", results[3].error or "")
+    assert engine.scheduler.preemptions and engine.prefix_statistics.hits and engine.check is not None
+    assert all(engine.check.report().values())
+    (fresh,) = engines.run(spoilt_engine(), [own[1]], params)
+    for _ in range(engines.SLOTS):  # slots are taken from the last one freed: hold each in turn
+        assert engines.run(engine, [own[1]], params) == [fresh]
+        engine.scheduler.free_slots.insert(0, engine.scheduler.free_slots.pop())
 
 
 def _length(state: EngineState, slot: int) -> EngineState:
