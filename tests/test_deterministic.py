@@ -119,3 +119,17 @@ def test_equal_shares_do_not() -> None:
     first = plan_decode(*(a[:1] for a in rows), **options)
     both = plan_decode(*rows, **options)
     assert int(first.tiles[0]) != int(both.tiles[0])
+
+
+@pytest.mark.gpu
+def test_company_changes_no_bit_on_hopper(oracle_dir: Callable[..., Path]) -> None:
+    """The same with the kernels for Hopper: tokens and logprobs alone, among three others, and last of four."""
+    from inkling_jax.llm import load
+
+    options = {"kernels": "sm90", "slots": 4, "max_context": 512, "chunk": 64, "deterministic": True, "quiet": True}
+    with load(oracle_dir("gpu"), **options) as llm:
+        lot = [np.random.default_rng(n).integers(0, 250, n).tolist() for n in (150, 5, 70, 31)]
+        (alone,) = llm.generate([lot[0]], PARAMS)
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+            found = llm.generate([lot[i] for i in order], PARAMS)[order.index(0)]
+            assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
