@@ -77,9 +77,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("kv_copies", "more devices than key heads, each with those of its queries", YES),
         both("auto_mesh", '`mesh="auto"`: all devices here', YES),
         both("data", "replicas (`data=N`), which step together", YES),
-        both(
-            "experts_over_data", "experts spread over replicas (`--experts-over data`)", "plain JAX, N = 2, 4, 8, ... 256"
-        ),
+        both("experts_over_data", "experts spread over replicas (`--experts-over data`)", "plain JAX, N = 2, 4, 8, ... 256"),
         both("processes", "several processes or hosts", "but for conversations (`--chat`): [multihost.md](multihost.md)"),
         Feature("one_gpu", "NVFP4 on one GPU with 141 GB for jax", NO, NO),
         Feature("two_gpus", "NVFP4 on two GPUs with 141 GB for jax", NO, YES),
