@@ -238,7 +238,7 @@ def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, st
         (("--model", "inkling", "--weights", "random", "--prompt", "x"), "which the preset 'inkling' has not"),
         (
             ("--model", "incling", "--prompt", "x"),
-            "unknown model 'incling': neither a directory nor a preset (inkling, ",
+            "unknown model 'incling': neither a directory nor the package's own (nano) nor a preset (inkling, ",
         ),
         (("--model", "{}", "--prompt", ""), "the prompt is empty (--prompt)"),
         (("--model", "{}"), "the prompt is empty (standard input)"),
@@ -324,7 +324,6 @@ def test_what_is_seen_and_heard(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ((), "the following arguments are required: --model"),
         (("--model", "x", "--temperature", "hot"), "argument --temperature: invalid float value: 'hot'"),
         (("--model", "x", "--prompt"), "expected one argument (one that begins with '-' is written --option=VALUE)"),
         (("--model", "x", "--prompt", "a", "--chat"), "argument --chat: not allowed with argument --prompt"),

@@ -18,7 +18,6 @@ from text_checkpoint import write_text_checkpoint
 
 import inkling_jax
 from inkling_jax.config import ModelConfig
-from inkling_jax.convert import conversion as conversions
 from inkling_jax.convert import orbax_store
 from inkling_jax.convert.conversion import Conversion
 from inkling_jax.convert.converted import RECORD
@@ -303,7 +302,7 @@ def test_no_space_is_refused_before_anything_is_written(source: Path, tmp_path: 
     conversion = Conversion.of(source, tmp_path / "model")
     need = sum(map(conversion.nbytes, conversion.dtypes))
     free = [need]
-    monkeypatch.setattr(conversions.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(0, 0, free[0]))  # pyright: ignore
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(0, 0, free[0]))  # pyright: ignore
     with pytest.raises(CapacityError, match=r"model: .* MB are to be written, the disk has .* MB free"):
         convert(conversion, quiet=True)
     assert not any(tmp_path.iterdir())

@@ -34,7 +34,7 @@ def test_ids_that_the_model_does_not_have(token, tiny):
 def test_requests_that_cannot_be_served(tiny):
     """Empty, too long for context or pools, ids in the settings: told with the numbers, and nothing is held."""
     engine = engines.engine(tiny)
-    small = engines.engine(tiny, shape=engines.cache_shape(pages=4))
+    small = engines.engine(tiny, shape=dataclasses.replace(engines.cache_shape(pages=4), max_context=64))
     cases = [
         (engine, (), GREEDY, InputError, "the prompt is empty"),
         (engine, (1,) * 513, GREEDY, CapacityError, "the prompt has 513 tokens, the context holds 512"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
@@ -205,7 +206,7 @@ def test_a_closed_stream_gives_its_slot_back(idle: LLM) -> None:
 def test_calls_within_a_stream(idle: LLM) -> None:
     """Two streams in step, and generate in the loop over one, lose no token of one another, with all slots taken too."""
     whole = {prompt: idle.generate(prompt, SAMPLED)[0] for prompt in (TEXT, "!")}
-    first, second = (list(deltas) for deltas in zip(*both(idle), strict=True))
+    first, second = ([delta for delta in deltas if delta is not None] for deltas in zip(*both(idle), strict=True))
     for prompt, deltas in ((TEXT, first), ("!", second)):
         assert sum((d.token_ids for d in deltas), ()) == whole[prompt].token_ids
     outer = []
@@ -216,8 +217,9 @@ def test_calls_within_a_stream(idle: LLM) -> None:
     assert tuple(outer) == whole[TEXT].token_ids
 
 
-def both(llm: LLM) -> Iterator[tuple[inkling_jax.Delta, inkling_jax.Delta]]:
-    return zip(llm.stream(TEXT, SAMPLED), llm.stream("!", SAMPLED), strict=True)
+def both(llm: LLM) -> Iterator[tuple[inkling_jax.Delta | None, inkling_jax.Delta | None]]:
+    """In turn; None of one that ended before the other: the first token of a later stream comes with a step of the earlier's."""
+    return itertools.zip_longest(llm.stream(TEXT, SAMPLED), llm.stream("!", SAMPLED))
 
 
 def test_text_never_becomes_a_control_token(idle: LLM) -> None:
@@ -398,7 +400,7 @@ def test_bad_options(directory: Path, options: dict, error: type[Exception], tol
     [
         ("nothing/of/the/kind", CheckpointError, "nothing/of/the/kind: no such directory"),
         ("./nothing", CheckpointError, "./nothing: no such directory"),
-        ("incling", InputError, r"unknown model 'incling': neither a directory nor a preset \(inkling, inkling-small\)"),
+        ("incling", InputError, r"unknown model 'incling': neither a directory nor .*a preset \(inkling, inkling-small\)"),
         ("inkling-small", InputError, "is a preset, which is a shape without weights"),
         ("~no such user/model", CheckpointError, "~no such user/model: no such directory"),
         ("x" * 5000, InputError, "unknown model 'xxx"),
