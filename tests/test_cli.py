@@ -195,7 +195,6 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
-@pytest.mark.slow  # its waits end too soon on a machine that is busy with the other tests
 def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, str]) -> None:
     """Ctrl-C stops an answer and not the program; what does not fit or is not there is told and forgotten; /quit leaves."""
     terminal = Terminal(environment, "--model", str(directory), "--chat", "--effort", "none", *LONG)
@@ -219,6 +218,7 @@ def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, st
         terminal.expect("attach to your next line")
         terminal.expect("> ")
         terminal.send("two\n")
+        terminal.expect("working")  # the line editor erases too, before
         terminal.expect("\x1b[K")
         terminal.send("\x03")
         terminal.expect("cancelled]")
@@ -227,6 +227,7 @@ def test_a_conversation_at_a_terminal(directory: Path, environment: dict[str, st
         assert terminal.process.wait(timeout=60) == 0
     finally:
         terminal.process.kill()
+        terminal.process.wait()
         os.close(terminal.master)
 
 
@@ -283,7 +284,6 @@ def test_bad_input(options: tuple[str, ...], told: str, directory: Path, capsys:
     assert err.startswith("error: ") and told in err and err.count("\n") == 1
 
 
-@pytest.mark.slow  # reads all of standard error, in which messages of the tests before may come late
 def test_a_wrong_line_of_a_conversation_from_a_file(
     directory: Path, capsys: pytest.CaptureFixture[str], here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,14 +57,14 @@ def held(engine: Engine) -> tuple[int, int, int, int]:
     return pages, taken, len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_short_requests_leave_nothing_behind(count: int, engine: Engine) -> None:
-    """A hundred to begin with, then all of them: no page, slot or array more is held, and less than a byte a request."""
+    """Some to begin with, then all of them: no page, slot or array more is held, and of the host less than an object a request."""
     draw = random.Random(0)
     serve(engine, 100, draw)
     tracemalloc.start()
     try:
-        serve(engine, 300, draw)  # what is made once and kept: caches of jax, of the interpreter
+        serve(engine, 1_500, draw)  # what is kept a slot or a shape: caches of jax, of the interpreter
         before = held(engine)
         assert serve(engine, count, draw) > count
         while engine.busy:

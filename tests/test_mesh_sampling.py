@@ -30,13 +30,13 @@ def draw(logits: jax.Array, state: SamplerState, ranks: int, **static) -> Sample
     return spread(logits, state, jnp.arange(logits.shape[0]))
 
 
-def padded(logits: np.ndarray, state: SamplerState, ranks: int) -> tuple[jax.Array, SamplerState]:
-    """The same with columns that divide over the devices; what fills them up must not matter."""
+def padded(logits: np.ndarray, state: SamplerState, ranks: int) -> tuple[np.ndarray, SamplerState]:
+    """The same with columns that divide over the devices, and on none yet; what fills them up must not matter."""
     width = -(-V // ranks) * ranks - V
-    wide = {
-        name: jnp.pad(getattr(state, name), ((0, 0), (0, width)), constant_values=1) for name in ("output_counts", "prompt_seen")
-    }
-    return jnp.pad(logits, places, constant_values=99.0), dataclasses.replace(state, **wide)
+    places = ((0, 0), (0, width))
+    state = jax.tree.map(np.asarray, state)
+    wide = {name: np.pad(getattr(state, name), places, constant_values=1) for name in ("output_counts", "prompt_seen")}
+    return np.pad(logits, places, constant_values=99.0), dataclasses.replace(state, **wide)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def together(engine: Engine, lot: list[Request], draw: np.random.Generator, betw
     while len(ids) < len(lot) or engine.busy:
         for _ in range(min(int(draw.poisson(0.5)), len(lot) - len(ids))):
             ids.append(engine.add(lot[len(ids)]))
-        if ids and draw.random() < 0.01:
+        if ids and draw.random() < 0.03:
             victim = int(draw.integers(len(ids)))
             if results.get(ids[victim], Result([], [])).finish_reason is None:
                 engine.cancel(ids[victim])
