@@ -9,11 +9,12 @@ A table stands between `<!-- results: NAME -->`, `<!-- comparison: BEFORE AFTER 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from documents import write_or_check
 
 from inkling_jax.command_line import run
 from inkling_jax.errors import InputError
@@ -81,18 +82,8 @@ def markdown(cells: Cells) -> str:
 
 def main(argv: Sequence[str] | None = None, document: Path = ROOT / "docs/evals.md", results: Path | None = None) -> int:
     """Write the tables, or with --check compare them; 0 where all is well."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a table and its results differ")
-    options = parser.parse_args(argv)
-    found = document.read_text()
-    wanted = fill(found, results or ROOT / "bench/evals")
-    if wanted == found:
-        return 0
-    if options.check:
-        raise InputError(f"{document.name} is not what bench/evals says: run python scripts/make_eval_tables.py")
-    document.write_text(wanted)
-    print(f"wrote {document}")
-    return 0
+    folder = results or ROOT / "bench/evals"
+    return write_or_check("make_eval_tables.py", __doc__ or "", argv, document, lambda text: fill(text, folder))
 
 
 if __name__ == "__main__":

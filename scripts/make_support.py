@@ -8,14 +8,14 @@ tests/test_support.py holds each line to the code: what is refused, which option
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from documents import write_or_check
+
 from inkling_jax.command_line import run
-from inkling_jax.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 YES, NO = "yes", "no"
@@ -107,16 +107,7 @@ def document() -> str:
 
 def main(argv: Sequence[str] | None = None, path: Path = ROOT / "docs/support.md") -> int:
     """Write the document, or with --check compare it; 0 where all is well."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where the document and the table differ")
-    options = parser.parse_args(argv)
-    if options.check:
-        if not path.is_file() or path.read_text() != document():
-            raise InputError(f"{path.name} is not what its table says: run python scripts/make_support.py")
-        return 0
-    path.write_text(document())
-    print(f"wrote {path}")
-    return 0
+    return write_or_check("make_support.py", __doc__ or "", argv, path, lambda text: document())
 
 
 if __name__ == "__main__":

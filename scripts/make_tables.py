@@ -9,11 +9,12 @@ with the words. Every row must be in some table.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from documents import write_or_check
 
 from inkling_jax.benchmarks.rows import Row, read_rows
 from inkling_jax.command_line import run
@@ -202,18 +203,8 @@ def fill(text: str, results: Path) -> str:
 
 def main(argv: Sequence[str] | None = None, document: Path = ROOT / "docs/benchmarks.md", results: Path | None = None) -> int:
     """Write the tables, or with --check compare them; 0 where all is well."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a table and its rows differ")
-    options = parser.parse_args(argv)
-    found = document.read_text()
-    wanted = fill(found, results or ROOT / "bench/results")
-    if wanted == found:
-        return 0
-    if options.check:
-        raise InputError(f"{document.name} is not what the rows in bench/results say: run python scripts/make_tables.py")
-    document.write_text(wanted)
-    print(f"wrote {document}")
-    return 0
+    folder = results or ROOT / "bench/results"
+    return write_or_check("make_tables.py", __doc__ or "", argv, document, lambda text: fill(text, folder))
 
 
 if __name__ == "__main__":

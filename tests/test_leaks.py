@@ -59,7 +59,7 @@ def held(engine: Engine) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_short_requests_leave_nothing_behind(count: int, engine: Engine) -> None:
-    """Some to begin with, then all of them: no page, slot or array more is held, and of the host less than an object a request."""
+    """Some to begin with, then all of them: no page, slot or array more is held, of the host less than an object a request."""
     draw = random.Random(0)
     serve(engine, 100, draw)
     tracemalloc.start()

@@ -176,7 +176,7 @@ def test_a_document_that_differs_is_told_and_mended(tmp_path: Path) -> None:
         table["main"](["--check"], path)
     assert table["main"]([], path) == 0 and table["main"](["--check"], path) == 0
     path.write_text(path.read_text().replace("| yes |", "| no |", 1))
-    with pytest.raises(InputError, match="support.md is not what its table says"):
+    with pytest.raises(InputError, match="support.md is not what it is made from"):
         table["main"](["--check"], path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import nano_record
 import numpy as np
 import pytest
-
-import inkling_jax
-from inkling_jax import Prompt
-from inkling_jax.config import AttentionConfig
-from inkling_jax.evals.nano.tokenizer import processor_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-import nano_record
 from nano_data import Batch, Packer, Recipe, last_answers, to_pixels
 from nano_model import nano_config
 from nano_record import Progress, Saved
 from nano_step import Modules, State, Trainer, as_nvfp4, follows, patches_of
 
+import inkling_jax
+from inkling_jax import Prompt
+from inkling_jax.config import AttentionConfig
 from inkling_jax.evals.nano.sequence import TrainingSequence
+from inkling_jax.evals.nano.tokenizer import processor_config
 from inkling_jax.inputs.images import to_patches
 
 IMAGE, AUDIO, USABLE = 60, 61, 64
