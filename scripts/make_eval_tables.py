@@ -24,7 +24,7 @@ from inkling_jax.evals.statistics import perplexity
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- (?P<kind>results|comparison|mistakes): (?P<names>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-UNCHANGED = "none"  # the mistake of that name
+UNCHANGED = "none"  # the mistake of that name; that of its control begins with it
 
 
 def fill(text: str, folder: Path) -> str:
@@ -59,9 +59,10 @@ def fill(text: str, folder: Path) -> str:
 
 
 def mistakes(files: Sequence[Path]) -> Cells:
-    """A row a mistake, the model without one first: each task's accuracy and perplexity, and the change of loss over all."""
+    """A row a mistake, the model without one first: each task's accuracy and perplexity, the change of loss over all, and the
+    share of choices on random tokens that stay."""
     found = {str(results.about["mistake"]): results for results in map(read_results, files)}
-    names = sorted(found, key=lambda name: (name != UNCHANGED, name))
+    names = sorted(found, key=lambda name: (name != UNCHANGED, UNCHANGED not in name, name))
     tasks = list(found[names[0]].tasks)
     first = found[names[0]].about
     rows = []
@@ -69,9 +70,9 @@ def mistakes(files: Sequence[Path]) -> Cells:
         each = [found[name].tasks[task] for task in tasks]
         change = change_of_loss(list(found[names[0]].tasks.values()), each)
         told = (f"{sum(task.right) / len(task.right):.0%}, {perplexity(task.losses, task.tokens).value:.3g}" for task in each)
-        rows.append([name, *told, change])
+        rows.append([name, *told, change, f"{found[name].about['same_choices']:.2%}"])
     title = f"{first['device']}, {first['date']}, {first['limit']} items a task: share right, perplexity"
-    return Cells(title, ["mistake", *tasks, "loss x 1000, all"], rows)
+    return Cells(title, ["mistake", *tasks, "loss x 1000, all", "same choices"], rows)
 
 
 def markdown(cells: Cells) -> str:

@@ -38,17 +38,17 @@ def test_tables_are_made_and_differences_told(make: dict[str, Any], tmp_path: Pa
     document.write_text("".join(f"<!-- {block} -->\nold\n<!-- end -->\n" for block in blocks))
     save_results(folder / "a.json", results("1101"))
     save_results(folder / "b.json", results("0101"))
-    save_results(folder / "wrong" / "none.json", results("1101", mistake="none"))
-    save_results(folder / "wrong" / "bad.json", results("0100", mistake="bad"))
+    save_results(folder / "wrong" / "none.json", results("1101", mistake="none", same_choices=1.0))
+    save_results(folder / "wrong" / "bad.json", results("0100", mistake="bad", same_choices=0.95706))
+    save_results(folder / "wrong" / "other.json", results("1101", mistake="none, otherwise", same_choices=0.99997))
     assert make["main"]([], document, folder) == 0 == make["main"](["--check"], document, folder)
     text = document.read_text()
     assert "| world | 4 | 75.0% (30.1-95.4) | 1.649 (1.649-1.649) | - | 0 | 0 | 0 | - |" in text
     assert "| world | 4 | 75.0% | 50.0% | -25.0 | 1 | 0 | 1 | - | - | +0.00 ± 0.00 |" in text
-    assert (
-        "| none | 75%, 1.65 | +0.00 ± 0.00 |\n| bad | 25%, 1.65 | +0.00 ± 0.00 |" in text
-        and "Not measured yet." in text
-        and "old" not in text
-    )
+    rows = ["| none | 75%, 1.65 |", "| none, otherwise | 75%, 1.65 |", "| bad | 25%, 1.65 |"]
+    shares = ["100.00%", "100.00%", "95.71%"]
+    assert "\n".join(f"{row} +0.00 ± 0.00 | {same} |" for row, same in zip(rows, shares, strict=True)) in text
+    assert "Not measured yet." in text and "old" not in text
     document.write_text(text.replace("75.0% | 50.0%", "75.0% | 75.0%"))
     with pytest.raises(InputError, match="make_eval_tables.py"):
         make["main"](["--check"], document, folder)

@@ -21,7 +21,7 @@ from inkling_jax.errors import InputError
 from inkling_jax.sources import own_model
 
 CONTEXT = 1024  # tokens of a conversation and its answer at most
-CHUNK = 64  # prompt tokens a step: so few that all steps with prompts are of one size, and one program
+CHUNK = 256  # prompt tokens a step: a long conversation in three, and few sizes of steps to compile
 
 EXAMPLES = f"""\
 examples:
