@@ -161,7 +161,7 @@ def load_model(
     engine = Engine(
         Programs(model, device_mesh, model_dtype),
         leaves,
-        _create_state(text, shape, model_dtype, device_mesh),
+        _state_maker(text, shape, model_dtype, device_mesh),
         text,
         shape,
         banned=tuple(sorted(processor.slots.values())),
@@ -220,11 +220,11 @@ def _parameters(
         yield from stream_parameters(plan, dtype=dtype, device=shardings, progress=progress)
 
 
-def _create_state(text: TextConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> EngineState:
-    """An empty state, made where it belongs."""
+def _state_maker(text: TextConfig, shape: CacheShape, dtype: jnp.dtype, mesh: Mesh) -> Callable[[], EngineState]:
+    """What makes an empty state where it belongs."""
     create = functools.partial(create_state, text, shape, dtype, mesh.shape)
     specs = state_specs(jax.eval_shape(create))
-    return jax.jit(jax.shard_map(create, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    return jax.jit(jax.shard_map(create, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))
 
 
 def _in_order(model: Inkling | Towers, arrays: Mapping[str, jax.Array]) -> list[jax.Array]:

@@ -79,22 +79,26 @@ def engine(
     leaves: list[jax.Array] | None = None,
     prefix_bytes: int = 0,
     prefix_spacing: int = 64,
+    deterministic: bool = False,
 ) -> Engine:
     """A fresh engine that never samples media slots and stops where the checkpoint says. It keeps no prefixes unless told to."""
     shared = model(directory)
     config, shape = shared.config, shape or cache_shape()
     assert max(chunk, tokens_per_call * (ahead + 2)) <= shape.max_query
-    state = create_state(config.text, shape, jnp.float32)
+    create = functools.partial(create_state, config.text, shape, jnp.float32)
+    placed = jax.tree.map(lambda spec: NamedSharding(shared.programs.mesh, spec), state_specs(jax.eval_shape(create)))
     assert isinstance(config.eos_token_id, int)
     return Engine(
         shared.programs,
         leaves or shared.leaves,
-        jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(shared.programs.mesh, spec), state_specs(state))),
+        lambda: jax.device_put(create(), placed),
         config.text,
         shape,
         banned=tuple(i for i in (config.image_token_id, config.audio_token_id) if i is not None),
         default_stop_ids=(config.eos_token_id,),
-        options=EngineOptions(chunk, tokens_per_call, ahead, prefix_bytes=prefix_bytes, prefix_spacing=prefix_spacing),
+        options=EngineOptions(
+            chunk, tokens_per_call, ahead, deterministic, prefix_bytes=prefix_bytes, prefix_spacing=prefix_spacing
+        ),
         media=shared.media,
     )
 

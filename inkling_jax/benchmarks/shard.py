@@ -112,9 +112,7 @@ class Shard:
         vocab = min(abstract.sampler.prompt_seen.shape[1], self.config.usable_vocab_size)
         config = dataclasses.replace(self.config, usable_vocab_size=vocab)
         shapes = shapes or Shapes.of(shape, options.chunk, bounded=not self.kernels, single=options.deterministic)
-        return Engine(
-            self.programs, leaves, jax.jit(create, out_shardings=placed)(), config, shape, options=options, shapes=shapes
-        )
+        return Engine(self.programs, leaves, jax.jit(create, out_shardings=placed), config, shape, options=options, shapes=shapes)
 
     def cache_shape(self, slots: int, context: int, queries: int, page_size: int) -> CacheShape:
         """Sizes of a cache in which `slots` sequences reach `context` tokens, `queries` of them a step."""

@@ -102,6 +102,11 @@ class PrefixIndex:
         self.statistics.evicted += 1
         self.forget(next(iter(self._prefixes)))
 
+    def forget_all(self) -> None:
+        """Forget every prefix."""
+        for key in list(self._prefixes):
+            self.forget(key)
+
     def forget(self, key: bytes) -> None:
         """Forget a prefix by the hash of its last page, if it is kept."""
         prefix = self._prefixes.pop(key, None)

@@ -73,6 +73,10 @@ class StepCheck:
                 raise InklingError(f"the check compared no {kind}: no step has run with it")
         return dict(self.compared)
 
+    def forget(self) -> None:
+        """Know of no sequence: all begin anew."""
+        self._seen.clear()
+
     def before(self, engine: Engine) -> None:
         """To be called before a step is dispatched."""
         self._before = jax.device_get(self._prints(engine.state))

@@ -5,12 +5,13 @@ Knows token ids and no text. One engine owns one state; every method is called f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -32,10 +33,12 @@ from inkling_jax.engine.shapes import SAMPLINGS, Shapes, smallest
 from inkling_jax.engine.snapshots import Snapshots
 from inkling_jax.engine.state import EngineState
 from inkling_jax.engine.steps import Chunk, Programs, Sampled, Sampling
-from inkling_jax.errors import InputError
+from inkling_jax.errors import InklingError, InputError
 from inkling_jax.media import MediaItem
 from inkling_jax.model import MediaRows
 from inkling_jax.towers import Towers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Engine:
         self,
         programs: Programs,
         leaves: list[jax.Array],
-        state: EngineState,
+        create_state: Callable[[], EngineState],
         config: TextConfig,
         shape: CacheShape,
         *,
@@ -78,11 +81,13 @@ class Engine:
         shapes: Shapes | None = None,
         entropy: int | None = None,
     ):
-        """`shapes`: those that steps are compiled for, by default Shapes.of the cache. `entropy`: what requests without a seed
-        draw theirs from, by default fresh; several processes must have the same.
+        """`create_state`: makes an empty state on the mesh, now and after a failure. `shapes`: those that steps are compiled for,
+        by default Shapes.of the cache. `entropy`: what requests without a seed draw theirs from, by default fresh; several
+        processes must have the same.
         """
         window = config.local_attention.window or shape.max_context
-        self.programs, self.leaves, self.state, self.options = programs, leaves, state, options
+        self.programs, self.leaves, self.options = programs, leaves, options
+        self._create_state, self.state = create_state, create_state()
         self.media = media or MediaRunner(Towers(None, None, programs.dtype), [], programs.mesh, programs.dtype)
         self.shapes = shapes or Shapes.of(shape, options.chunk, single=options.deterministic)
         ways = SAMPLINGS[-1:] if options.deterministic else SAMPLINGS
@@ -90,7 +95,7 @@ class Engine:
         self.vocab, self.banned, self.default_stop_ids = config.usable_vocab_size, banned, default_stop_ids
         self.shape = shape
         self.drafts: DraftRunner | None = None  # once something asks for it
-        self.snapshots = Snapshots(programs, state.cache)
+        self.snapshots = Snapshots(programs, self.state.cache)
         limits = Limits(
             slots=shape.slots,
             page_size=shape.page_size,
@@ -113,6 +118,9 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_id, self._step, self.closed = 0, 0, False
+        self._told: list[Output] = []  # what no caller has been given
+        self._failed = False  # whether a step did since a token was made
+        self._broken = ""  # why nothing can run any more
 
     @property
     def busy(self) -> bool:
@@ -126,7 +134,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the device memory of weights and state; later calls raise InputError."""
-        if not self.state.length.is_deleted():
+        with contextlib.suppress(RuntimeError):  # of a step that failed, or of a state that went with one
             jax.block_until_ready(self.state)  # a process that ends while a step runs aborts
         for array in [*self.leaves, *jax.tree.leaves(self.state)]:
             array.delete()
@@ -158,8 +166,30 @@ class Engine:
             self._retire(sequence)
 
     def step(self) -> list[Output]:
-        """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made."""
-        outputs = [self._cancel_overdue(sequence) for sequence in self.scheduler.overdue()]
+        """Dispatch the next step, if any, and return what a step that lies `ahead` behind has made.
+
+        After a failure requests read again what they had. Raises InklingError where it comes twice without a token in between,
+        or nothing can run any more: see `_recover`.
+        """
+        self._check_open()
+        self._told += [self._cancel_overdue(sequence) for sequence in self.scheduler.overdue()]
+        try:
+            made = self._advance()
+            self._failed = self._failed and not any(output.token_ids or output.finish_reason for output in made)
+            self._told += made
+        except InklingError:  # the check has found something
+            raise
+        except Exception as error:
+            again, self._failed = self._failed, not self._failed
+            message = self._recover(error)
+            if again:
+                raise InklingError(message) from error
+            logger.warning("%s", message)
+        told, self._told = self._told, []
+        return told
+
+    def _advance(self) -> list[Output]:
+        """Dispatch a step, and collect an older one."""
         plans, ahead = self.scheduler.plans(), self.options.ahead
         for sequence in (sequence for plan in plans for sequence in plan.admitted):
             self._admit(sequence)
@@ -171,7 +201,7 @@ class Engine:
             self._dispatch_chunk(plans)
         else:
             self._dispatch_decode(plans)
-        return outputs + (self._collect() if len(self._in_flight) > ahead else [])
+        return self._collect() if len(self._in_flight) > ahead else []
 
     def run(self) -> Iterator[Output]:
         """Step until nothing is left."""
@@ -220,7 +250,7 @@ class Engine:
         ids[: len(found)] = found
         return ids, self.media.rows(places, [(sequence, begin, begin + len(found))])
 
-    @contextmanager
+    @contextlib.contextmanager
     def _teacher_forced(self, token_ids: SequenceOf[int], media: tuple[MediaItem, ...]) -> Iterator[Sequence]:
         """A sequence with a slot, whose prompt the caller reads by itself."""
         self._check_open()
@@ -229,6 +259,10 @@ class Engine:
         sequence = self.scheduler.open(Request(tuple(token_ids), SamplingParams(temperature=0, max_tokens=1), media=media))
         try:
             yield sequence
+        except Exception as error:
+            if isinstance(error, InklingError) or self._state_is_sound():
+                raise
+            raise InklingError(self._recover(error)) from error
         finally:
             self._retire(sequence)
 
@@ -240,6 +274,8 @@ class Engine:
 
     def _piece(self, sequence: Sequence, begin: int, end: int) -> tuple[Chunk, int]:
         """A chunk of a prompt that is read for its logits, and the bound on its length."""
+        if sequence.done:
+            raise InklingError("what was read of this prompt went with a step that failed: ask again")
         plans = [Plan(1, True) for _ in range(self.replicas)]
         parts, entries = [(sequence, begin, end)], self.scheduler.hold(sequence, begin, end)
         plans[self._replica(sequence)] = Plan(1, True, parts=parts, entries=entries)
@@ -248,6 +284,46 @@ class Engine:
     def _check_open(self) -> None:
         if self.closed:
             raise InputError("this model is closed: load it again")
+        if self._broken:
+            raise InklingError(self._broken)
+
+    def _state_is_sound(self) -> bool:
+        """Whether it was not donated to a call that failed."""
+        try:
+            jax.block_until_ready(self.state)
+        except RuntimeError:
+            return False
+        return True
+
+    def _recover(self, error: Exception) -> str:
+        """Go on after a call that raised, which may have taken the donated state with it; what happened, in a line.
+
+        With an empty state: requests return to the line to read again what they had, and prefixes and rows of media are
+        forgotten. In deterministic mode a request that has made tokens ends as an error: read again, they might not be the same.
+        Raises InklingError, as every later call does, where no state can be made, or other processes know nothing of it.
+        """
+        what = f"a step failed: {type(error).__name__}: {next(iter(str(error).splitlines()), 'it says no more')}"
+        self._in_flight.clear()
+        try:
+            if jax.process_count() > 1:
+                raise InklingError("the other processes are a step ahead")
+            for array in jax.tree.leaves(self.state):
+                array.delete()  # before there is another
+            self.state = jax.block_until_ready(self._create_state())
+        except Exception as second:
+            self._broken = f"{what}; no new cache could be made ({second}): load the model again"
+            raise InklingError(self._broken) from error
+        self.media.forget()
+        self.snapshots.forget()
+        self.scheduler.lose_all()
+        if self.check is not None:
+            self.check.forget()
+        if self.options.deterministic:
+            for sequence in [sequence for sequence in self._sequences.values() if sequence.made]:
+                del self._sequences[sequence.id]
+                self._retire(sequence)
+                self._told.append(Output(sequence.id, (), (), "error", what))
+        return f"{what}; the cache was made anew, and what ran reads again what it had"
 
     def _retire(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         self.scheduler.retire(sequence, spoilt=spoilt)

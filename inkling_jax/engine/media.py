@@ -117,6 +117,10 @@ class MediaRunner:
         for leaf in self._leaves:
             leaf.delete()
         self._leaves = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all rows, and where they go."""
         self._kept.clear()
         self._known.clear()
         self._placed.clear()

@@ -80,6 +80,11 @@ class Replicas:
         """As `Scheduler.keep`; no plan asks for it."""
         self._of(sequence).keep(sequence, end, take)
 
+    def lose_all(self) -> None:
+        """As `Scheduler.lose_all`."""
+        for scheduler in self.schedulers:
+            scheduler.lose_all()
+
     def retire(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """As `Scheduler.retire`."""
         if sequence in self._line:

@@ -164,6 +164,18 @@ class Scheduler:
         self.prefixes.keep(hashes, sequence.pages, take)
         sequence.kept.append(hashes[-1])
 
+    def lose_all(self) -> None:
+        """The cache is lost: who runs returns to the line, and will read again; who is scored ends; no prefix is kept."""
+        while self.scoring:
+            self.retire(self.scoring[-1])
+        while self.running:
+            self._preempt(self.running[-1])
+        for sequence in self.waiting:
+            sequence.in_flight = 0  # the results will not come
+        self._first = None
+        if self.prefixes is not None:
+            self.prefixes.forget_all()
+
     def retire(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """End a sequence wherever it is: its slot and pages are free for the next. `spoilt`: none may go on from it."""
         if sequence.done:

@@ -63,6 +63,10 @@ class Snapshots:
         while self._young and self._young[0][0] <= step:
             self._young.popleft()[1].settle()
 
+    def forget(self) -> None:
+        """Wait for no copy any more: the steps whose states they are have failed."""
+        self._young.clear()
+
     def restore(self, cache: Cache, slot: int, snapshot: Snapshot, rows: dict[str, list[int]]) -> Cache:
         """`cache`, which is donated, with the state of a slot as it was, and `rows` in its page tables ("global", "local")."""
         array = snapshot.array
