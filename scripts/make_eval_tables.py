@@ -9,10 +9,12 @@ A table stands between `<!-- results: NAME -->`, `<!-- comparison: BEFORE AFTER 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean as mean
 
 from documents import write_or_check
 
@@ -20,7 +22,6 @@ from inkling_jax.command_line import run
 from inkling_jax.errors import InputError
 from inkling_jax.evals.report import Cells, change_of_loss, comparison_cells, results_cells
 from inkling_jax.evals.results import read_results
-from inkling_jax.evals.statistics import perplexity
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- (?P<kind>results|comparison|mistakes): (?P<names>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -69,9 +70,9 @@ def mistakes(files: Sequence[Path]) -> Cells:
     for name in names:
         each = [found[name].tasks[task] for task in tasks]
         change = change_of_loss(list(found[names[0]].tasks.values()), each)
-        told = (f"{sum(task.right) / len(task.right):.0%}, {perplexity(task.losses, task.tokens).value:.3g}" for task in each)
+        told = (f"{mean(task.right):.0%}, {mean(math.exp(-loss) for loss in task.losses):.0%}" for task in each)
         rows.append([name, *told, change, f"{found[name].about['same_choices']:.2%}"])
-    title = f"{first['device']}, {first['date']}, {first['limit']} items a task: share right, perplexity"
+    title = f"{first['device']}, {first['date']}, {first['limit']} items a task: share right, greedy and sampled"
     return Cells(title, ["mistake", *tasks, "loss x 1000, all", "same choices"], rows)
 
 

@@ -1,6 +1,6 @@
 """What known mistakes of an implementation do to the nano tasks: each is made on purpose, one at a time.
 
-    python scripts/nano_bugs.py --limit 40 --output bench/evals/mistakes
+    python scripts/nano_bugs.py --limit 24 --output bench/evals/mistakes
 
 Most are made in the weights of a loaded model; two in its code, for which the model is loaded again. The plain JAX path computes,
 in float32, so that nothing else differs. Results are kept after each one.

@@ -20,7 +20,7 @@ def make() -> dict[str, Any]:
 
 
 def results(right: str, **about: Any) -> Results:
-    """One task, half a nat a token."""
+    """One task, one nat an answer of two tokens: sampling would give 37% of them."""
     flags, no = [c == "1" for c in right], [False] * len(right)
     task = TaskResult(flags, [], no, no, no, losses=[1.0] * len(right), tokens=[2] * len(right))
     return Results({"device": "X", "date": "d", "seed": 0, "limit": len(right)} | about, {"world": task})
@@ -45,7 +45,7 @@ def test_tables_are_made_and_differences_told(make: dict[str, Any], tmp_path: Pa
     text = document.read_text()
     assert "| world | 4 | 75.0% (30.1-95.4) | 1.649 (1.649-1.649) | - | 0 | 0 | 0 | - |" in text
     assert "| world | 4 | 75.0% | 50.0% | -25.0 | 1 | 0 | 1 | - | - | +0.00 ± 0.00 |" in text
-    rows = ["| none | 75%, 1.65 |", "| none, otherwise | 75%, 1.65 |", "| bad | 25%, 1.65 |"]
+    rows = ["| none | 75%, 37% |", "| none, otherwise | 75%, 37% |", "| bad | 25%, 37% |"]
     shares = ["100.00%", "100.00%", "95.71%"]
     assert "\n".join(f"{row} +0.00 ± 0.00 | {same} |" for row, same in zip(rows, shares, strict=True)) in text
     assert "Not measured yet." in text and "old" not in text
