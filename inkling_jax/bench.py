@@ -7,7 +7,16 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options, run, set_up_messages, start_jax
+from inkling_jax.command_line import (
+    EXIT_CODES,
+    Parser,
+    add_kernels_option,
+    add_kv_dtype_option,
+    add_message_options,
+    run,
+    set_up_messages,
+    start_jax,
+)
 from inkling_jax.config import PRESETS
 
 EXAMPLES = f"""\
@@ -72,6 +81,7 @@ def _add_shape_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank-of", default="tensor=1", metavar="AXIS=N,...", help="take one rank's share of such a mesh (default %(default)s)"
     )
+    add_kv_dtype_option(parser)
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only (default: all)")
 
 

@@ -46,6 +46,13 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     )
 
 
+def add_kv_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --kv-dtype, which `load` takes."""
+    parser.add_argument(
+        "--kv-dtype", choices=("fp8",), help="fp8: keys and values as e4m3, with a scale a token and head (default: as computed)"
+    )
+
+
 def add_message_options(parser: argparse.ArgumentParser) -> None:
     """Add -v and --quiet, which `set_up_messages` takes."""
     group = parser.add_argument_group("messages, all on standard error")

@@ -31,15 +31,22 @@ _SHARED: dict[str, tuple[Axes, Axes]] = {  # axes of a shared weight as it is lo
 
 
 def choose_kernels(
-    kernels: str, config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int], page_size: int
+    kernels: str,
+    config: TextConfig,
+    dtype: jnp.dtype,
+    device_kind: str,
+    sizes: Mapping[str, int],
+    page_size: int,
+    fp8: bool = False,
 ) -> bool:
     """Whether experts and attention run on the kernels for Hopper: "sm90" yes, "reference" no, "auto" where they can.
 
-    What was chosen, and why, is logged. What is asked for by name never falls back: InputError says why it cannot run here.
+    `fp8`: keys and values are. What was chosen, and why, is logged. What is asked for by name never falls back: InputError says
+    why it cannot run here.
     """
     if kernels not in KERNELS:
         raise InputError(f"kernels={kernels!r}: expected one of {', '.join(KERNELS)}")
-    refused = kernels_refused(config, dtype, device_kind, sizes, page_size)
+    refused = kernels_refused(config, dtype, device_kind, sizes, page_size, fp8)
     if kernels == "sm90" and refused is not None:
         raise InputError(f"kernels='sm90': {refused}")
     if kernels == "auto" and refused is None:
@@ -50,7 +57,12 @@ def choose_kernels(
 
 
 def kernels_refused(
-    config: TextConfig, dtype: jnp.dtype, device_kind: str, sizes: Mapping[str, int], page_size: int
+    config: TextConfig,
+    dtype: jnp.dtype,
+    device_kind: str,
+    sizes: Mapping[str, int],
+    page_size: int,
+    fp8: bool = False,
 ) -> str | None:
     """Why the kernels cannot run this model on a mesh of such devices with such axis sizes; None where they can."""
     if not any(kind in device_kind for kind in HOPPER):
@@ -71,7 +83,7 @@ def kernels_refused(
     if reason is not None:
         return reason
     for shape in (config.global_attention, config.local_attention):
-        reason = unsupported(page_size, shape.head_dim, config.rel_dim, shape.num_heads // shape.num_kv_heads)
+        reason = unsupported(page_size, shape.head_dim, config.rel_dim, shape.num_heads // shape.num_kv_heads, fp8)
         if reason is not None:
             return reason
     return None

@@ -93,6 +93,7 @@ def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: 
         experts_over=args.experts_over,
         max_context=args.max_context,
         kv_memory=args.kv_memory,
+        kv_dtype=args.kv_dtype,
         prefix_memory=args.prefix_memory,
         kernels=args.kernels,
         page_size=args.page_size,

@@ -6,7 +6,7 @@ import argparse
 import functools
 import re
 
-from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_message_options
+from inkling_jax.command_line import EXIT_CODES, Parser, add_kernels_option, add_kv_dtype_option, add_message_options
 from inkling_jax.sources import own_model
 
 MAX_TOKENS = 512
@@ -166,6 +166,7 @@ def _add_model_options(parser: Parser) -> None:
     group.add_argument(
         "--max-context", type=int, metavar="N", help="longest prompt and answer in tokens (default: what memory holds)"
     )
+    add_kv_dtype_option(group)
     group.add_argument("--kv-memory", metavar="SIZE", help="cache on each device, such as 40GB (default: what is left)")
     group.add_argument(
         "--prefix-memory",

@@ -35,9 +35,9 @@ Effort = str | float | None
 def load(source: str | os.PathLike[str], **options: Any) -> LLM:
     """Load a model from a checkpoint directory, a preset's name or a hub id, tried in this order.
 
-    Options are those of `inkling_jax.loading.load_model`: weights, dtype, mesh, max_context, kv_memory, prefix_memory, kernels,
-    activations, draft, slots, page_size, chunk, tokens_per_call, ahead, deterministic, check, warm_up, seed, quiet. Raises
-    InklingError's kinds, each naming what is wrong.
+    Options are those of `inkling_jax.loading.load_model`: weights, dtype, mesh, max_context, kv_memory, kv_dtype, prefix_memory,
+    kernels, activations, draft, slots, page_size, chunk, tokens_per_call, ahead, deterministic, check, warm_up, seed, quiet.
+    Raises InklingError's kinds, each naming what is wrong.
     """
     return LLM(load_model(source, **options))
 

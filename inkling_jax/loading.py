@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from inkling_jax.cache.paged import CacheShape
+from inkling_jax.cache.paged import CacheShape, is_fp8
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import ModelConfig, TextConfig, preset
 from inkling_jax.convert.converted import open_weights
@@ -75,6 +75,7 @@ def load_model(
     experts_over: str | None = None,
     max_context: int | None = None,
     kv_memory: int | str | None = None,
+    kv_dtype: str | None = None,
     prefix_memory: int | str = "1GB",
     kernels: str = "auto",
     activations: str | None = None,
@@ -96,7 +97,8 @@ def load_model(
     configuration's. mesh: axis sizes, text such as "data=2,tensor=4", or "auto": of all devices here, as the plan says.
     experts_over: "data" spreads routed experts over the replicas as well, default within each. max_context: longest sequence;
     default what memory holds. kv_memory: bytes a device for the cache, or text such as "40GB"; default what is left beside the
-    weights (a quarter of the RAM on a CPU). prefix_memory: bytes of the host's memory, or such text, for what a prompt that
+    weights (a quarter of the RAM on a CPU). kv_dtype: "fp8" keeps keys and values as e4m3 with a scale for each token and head;
+    default as computed. prefix_memory: bytes of the host's memory, or such text, for what a prompt that
     begins as an earlier one goes on from; 0 for reading every prompt in full. kernels: "reference" (plain XLA), "sm90"
     (Hopper's) or "auto" (sm90 where it can run). activations: "nvfp4" rounds the inputs of packed experts to 4 bits by the
     checkpoint's input_amax, as serving on Blackwell does (a simulation on the reference path), "measured" has `trace` tell the
@@ -115,7 +117,7 @@ def load_model(
     check_activations(activations, kernels)
     check_spread_experts(experts_over, activations, kernels)
     directory, config = _find(source, weights)
-    model_dtype = choose_dtype(dtype, config)
+    model_dtype, fp8 = choose_dtype(dtype, config), is_fp8(kv_dtype)
     automatic = mesh == "auto"
     sizes = {} if automatic else mesh_sizes(mesh)
     if not automatic:
@@ -129,7 +131,7 @@ def load_model(
     heads = DraftSource(config, directory if weights == "checkpoint" else None, model_dtype, seed, quiet)
     layout = layout_of(config, plan, model_dtype, options, experts_over == "data")
     layout = dataclasses.replace(layout, draft=heads.declare() if draft else None)
-    request = CacheRequest(slots, page_size, most_positions(options), max_context)
+    request = CacheRequest(slots, page_size, most_positions(options), max_context, fp8)
     if automatic:
         sizes = choose_mesh(layout, request)
     check_experts_over(experts_over, sizes)
@@ -152,7 +154,7 @@ def load_model(
     shape = fit_model(layout, request, kv_memory, device_mesh)  # refuses before weights are read, which may take minutes
     parameters = _parameters(model, towers, plan, device_mesh, model_dtype, seed, quiet)
     kernels = "reference" if experts_over else kernels
-    hopper = choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size)
+    hopper = choose_kernels(kernels, text, model_dtype, device_mesh.devices.flat[0].device_kind, sizes, page_size, fp8)
     if hopper:
         model = use_kernels(layout_of(placed.config, plan, model_dtype, options).model, deterministic)
         parameters = repack(parameters, device_mesh)
@@ -282,6 +284,7 @@ def choose_dtype(wanted: str | None, config: ModelConfig) -> jnp.dtype:
 
 def _summary(layout: Layout, shape: CacheShape, memory: Memory, mesh: Mesh) -> str:
     pages = f"{shape.global_pages:,} pages of global and {shape.local_pages:,} of local layers, {shape.page_size} tokens each"
+    pages += ", keys and values in fp8" if shape.fp8 else ""
     each = f" in each of {mesh.shape['data']} replicas" if mesh.shape["data"] > 1 else ""
     return (
         f"{layout.text.num_layers} layers, {layout.dtype.name}, {mesh.size} x {mesh.devices.flat[0].device_kind}; "

@@ -96,7 +96,7 @@ class Layout:
     config: ModelConfig
     model: Inkling
     towers: Towers
-    dtype: jnp.dtype  # of activations and cache
+    dtype: jnp.dtype  # of activations, and of a cache that is not in fp8
     packed: Packed  # the expert weights that are NVFP4
     chunk: int  # prompt tokens a step
     media: int = 0  # bytes for rows of media
@@ -140,7 +140,7 @@ class Layout:
         """Bytes on one rank with a cache of this shape. Raises ConfigError where something does not divide over the mesh."""
         return Memory(
             weights=self.weights(sizes),
-            cache=cache_bytes(self.over(sizes).text, shape, self.dtype.itemsize, sizes),
+            cache=cache_bytes(self.over(sizes).text, shape, self.dtype, sizes),
             slots=self.over(sizes)._slot_bytes(shape, sizes),
             media=self.media,
             workspace=self._workspace(shape, sizes),
@@ -148,7 +148,7 @@ class Layout:
 
     def full(self, request: CacheRequest, sizes: Mapping[str, int]) -> Memory:
         """The same where every sequence may reach the request's context."""
-        return self.memory(fit_cache(self.over(sizes).text, request, UNLIMITED, self.dtype.itemsize, sizes), sizes)
+        return self.memory(fit_cache(self.over(sizes).text, request, UNLIMITED, self.dtype, sizes), sizes)
 
     def _slot_bytes(self, shape: CacheShape, sizes: Mapping[str, int]) -> int:
         none = dataclasses.replace(self.text, num_layers=0, local_layers=(), dense_layers=())
@@ -169,6 +169,7 @@ class Layout:
                 rows=rows,
                 context=context,
                 page_size=shape.page_size,
+                fp8=shape.fp8,
                 logits=logits,
                 packed=bool(self.packed),
                 replicas=sizes.get("data", 1) if self.experts_over_data else 1,
@@ -307,8 +308,8 @@ def fit_model(layout: Layout, request: CacheRequest, kv_memory: int | str | None
         if room <= 0:
             raise CapacityError(f"weights and a step take {known.without_cache} bytes a device, {there}: no room for a cache")
         memory = min(room, total // 4) if device.platform == "cpu" else room
-        return fit_cache(text, request, memory, layout.dtype.itemsize, sizes)
-    shape = fit_cache(text, request, to_bytes(kv_memory, "kv_memory"), layout.dtype.itemsize, sizes)
+        return fit_cache(text, request, memory, layout.dtype, sizes)
+    shape = fit_cache(text, request, to_bytes(kv_memory, "kv_memory"), layout.dtype, sizes)
     needed = layout.memory(shape, sizes).total
     if needed > free:
         raise CapacityError(f"weights, cache and a step take {needed} bytes a device, {there}: lower kv_memory or max_context")

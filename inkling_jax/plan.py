@@ -14,6 +14,7 @@ from inkling_jax.command_line import (
     OK,
     USAGE,
     Parser,
+    add_kv_dtype_option,
     add_message_options,
     print_error,
     run,
@@ -73,6 +74,7 @@ def _parser() -> Parser:
     work.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (default %(default)s)")
     work.add_argument("--chunk", type=int, default=512, metavar="N", help="prompt tokens a step (default %(default)s)")
     work.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens a cache page (default %(default)s)")
+    add_kv_dtype_option(work)
     parser.add_argument_group("output").add_argument("--json", action="store_true", help="print one JSON object instead")
     add_message_options(parser)
     return parser
@@ -93,6 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
         batch=args.batch,
         chunk=args.chunk,
         page_size=args.page_size,
+        kv_dtype=args.kv_dtype,
         draft=args.draft,
         experts_over=args.experts_over,
     )

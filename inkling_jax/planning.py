@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from inkling_jax.cache.paged import is_fp8
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import PRESETS, ModelConfig, preset
 from inkling_jax.convert.converted import RECORD, open_weights
@@ -63,6 +64,7 @@ class Answer:
     files: Files
     mesh: str
     dtype: str
+    kv_dtype: str  # "fp8", or as dtype
     device_memory: int
     batch: int
     context: int
@@ -101,7 +103,8 @@ class Answer:
         for kind, nbytes in memory.weights.items():
             yield f"weights: {kind}", nbytes, ""
         yield "weights in all", sum(memory.weights.values()), ""
-        for name, what in (("global", "every page"), ("local", "the window's pages")):
+        form = "" if self.kv_dtype == self.dtype else f", {self.kv_dtype} with scales"
+        for name, what in (("global", f"every page{form}"), ("local", f"the window's pages{form}")):
             yield f"keys and values of {name} layers", memory.cache[name], what
         yield "convolution state", memory.cache["conv"], f"{self.batch + 1} rows"
         yield "sampler and page tables", memory.slots, ""
@@ -152,13 +155,14 @@ def answer(
     batch: int = 8,
     chunk: int = 512,
     page_size: int = 64,
+    kv_dtype: str | None = None,
     draft: bool = False,
     experts_over: str | None = None,
 ) -> Answer:
     """Plan `model`: a preset (as released in `release_format`), a checkpoint directory, or a hub id whose config.json is here.
 
-    `draft`: with the draft head. `experts_over`: "data" spreads routed experts over replicas. Raises ConfigError, naming a mesh
-    that would do, for what does not divide, CheckpointError and InputError as `load` does.
+    `draft`: with the draft head. `kv_dtype`: as `load` takes it. `experts_over`: "data" spreads routed experts over replicas.
+    Raises ConfigError, naming a mesh that would do, for what does not divide, CheckpointError and InputError as `load` does.
     """
     options = EngineOptions(chunk=chunk)
     check_options(options, slots=batch, page_size=page_size, max_context=context)
@@ -174,7 +178,7 @@ def answer(
         layout = dataclasses.replace(layout, draft=DraftHead.of(config, layout.dtype))
     count = math.prod(sizes.values())
     memory = parse_bytes(device_memory) if device_memory is not None else memory_of(jax.devices()[0], count)[0]
-    request = CacheRequest(batch, page_size, most_positions(options), context or config.text.max_context)
+    request = CacheRequest(batch, page_size, most_positions(options), context or config.text.max_context, is_fp8(kv_dtype))
     found = _divided(layout, request, sizes, memory)
 
     def fits(**change: int) -> bool:
@@ -186,6 +190,7 @@ def answer(
         files=_files(plan),
         mesh=mesh_text(sizes),
         dtype=layout.dtype.name,
+        kv_dtype=kv_dtype or layout.dtype.name,
         device_memory=memory,
         batch=batch,
         context=request.max_context or 0,

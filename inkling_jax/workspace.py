@@ -26,19 +26,20 @@ def step_workspace(
     page_size: int,
     logits: int,
     packed: bool,
+    fp8: bool = False,
     replicas: int = 1,
 ) -> int:
     """Bytes on one rank of a mesh with axis `sizes`, for `tokens` query tokens of `rows` sequences of up to `context` tokens.
 
-    `itemsize`: bytes of an activation. `logits`: tokens whose logits are computed. `packed`: some experts are NVFP4. `replicas`:
-    over so many experts are spread, each with as many tokens. For the reference kernels; those for Hopper take less. Weights,
-    cache and the step's inputs are not counted.
+    `itemsize`: bytes of an activation. `logits`: tokens whose logits are computed. `packed`: some experts are NVFP4. `fp8`: keys
+    and values are. `replicas`: over so many experts are spread, each with as many tokens. For the reference kernels; those for
+    Hopper take less. Weights, cache and the step's inputs are not counted.
     """
     ways = sizes.get("tensor", 1) * sizes.get("expert", 1)
     width = config.hidden_size
     residual = tokens * width * (itemsize + 2 * F32)
     attention = max(
-        _attention(geometry, ways, itemsize, config.rel_dim, tokens, rows, context, page_size)
+        _attention(geometry, ways, itemsize, config.rel_dim, tokens, rows, context, page_size, fp8)
         for geometry in (config.global_attention, config.local_attention)
     )
     dense = tokens * config.dense_width // ways * (2 * F32 + F32 + itemsize) if any(config.dense_layers) else 0
@@ -48,14 +49,22 @@ def step_workspace(
 
 
 def _attention(
-    shape: AttentionConfig, ways: int, itemsize: int, rel_dim: int, tokens: int, rows: int, context: int, page_size: int
+    shape: AttentionConfig,
+    ways: int,
+    itemsize: int,
+    rel_dim: int,
+    tokens: int,
+    rows: int,
+    context: int,
+    page_size: int,
+    fp8: bool,
 ) -> int:
-    """Keys, values and biases of a block, its scores and weights, the running sums, and the answers of all blocks."""
+    """Keys and values of a block, in fp8 their codes too, biases, scores and weights, running sums, and all blocks' answers."""
     heads, kv_heads, width = shape.num_heads // ways, max(1, shape.num_kv_heads // ways), shape.head_dim
     longest = 1 if tokens == rows else tokens
     blocks = block_sizes(tokens, heads, rows, page_size, shape.window, longest, context)
     queries, keys = blocks.group * blocks.queries, blocks.pages * page_size
-    gathered = itemsize * keys * (2 * blocks.group * kv_heads * width + queries * rel_dim)
+    gathered = keys * (2 * blocks.group * kv_heads * width * (itemsize + fp8) + itemsize * queries * rel_dim)
     scores = queries * heads * keys * (2 * F32 + itemsize)
     sums = 3 * queries * heads * width * F32
     answers = (blocks.items * blocks.queries + 2 * tokens) * heads * width * itemsize

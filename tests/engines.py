@@ -189,11 +189,12 @@ def poison(engine: Engine, local_layers: tuple[bool, ...]) -> None:
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=4)
 def _poison(state: EngineState, in_global, in_local, slots, local_layers) -> EngineState:
     def only(kept, array):
-        return jnp.where(kept.reshape(kept.shape + (1,) * (array.ndim - kept.ndim)), array, jnp.nan)
+        nan = jnp.nan if array.dtype != jnp.uint8 else jnp.uint8(0x7F)  # of e4m3
+        return jnp.where(kept.reshape(kept.shape + (1,) * (array.ndim - kept.ndim)), array, nan)
 
     def spoil(layer, local):
         kept = (in_local if local else in_global)[:, None, :]
-        pages = {name: only(kept, getattr(layer, name)) for name in ("k_pages", "v_pages")}
+        pages = {name: jax.tree.map(functools.partial(only, kept), getattr(layer, name)) for name in ("k_pages", "v_pages")}
         states = {name: only(slots, getattr(layer, name)) for name in ("k_conv", "v_conv", "attn_conv", "mlp_conv")}
         return dataclasses.replace(layer, **pages, **states)
 

@@ -57,7 +57,7 @@ RULES = [
     Rule("config*", only=("errors", "config*"), without=ARRAYS),
     Rule("sources", only=("errors", "config*"), without=ARRAYS),
     Rule("kernels", only=("errors", "kernels")),
-    Rule("cache", only=("errors", "config*", "cache", "sharding")),
+    Rule("cache", only=("errors", "config*", "cache", "kernels", "sharding")),
     Rule("sharding", only=("errors", "sharding")),
     Rule("layers", only=("errors", "config*", "kernels", "cache", "sharding", "layers")),
     Rule("model", only=("config*", "cache", "sharding", "layers")),

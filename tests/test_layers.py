@@ -211,7 +211,7 @@ def test_states_have_the_widths_of_what_they_convolve():
     config = preset("inkling").text
     shape = CacheShape(slots=4, page_size=64, global_pages=1, local_pages=1, max_context=64, max_query=1)
     for layer, heads in ((0, 16), (5, 8)):
-        arrays = {name: size for name, (size, _) in layer_arrays(config, shape, layer).items()}
+        arrays = {name: array.shape for name, array in layer_arrays(config, shape, layer, jnp.dtype(jnp.float32)).items()}
         assert arrays["k_conv"] == arrays["v_conv"] == (5, 3, heads, 128)
         assert arrays["attn_conv"] == arrays["mlp_conv"] == (5, 3, 6144)
     small = dataclasses.replace(config, num_layers=6, hidden_size=8)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from inkling_jax.kernels.paged_attention.plan import plan_decode, tile_range
 from inkling_jax.kernels.paged_attention.prefill_plan import plan_prefill
 from inkling_jax.kernels.paged_attention.prefill_shape import PrefillShape
 
-LOCAL = {"window": 128, "extent": 128}
+LOCAL: dict[str, Any] = {"window": 128, "extent": 128}
 INTERPRETED = {
     "split over programs, a tail": Case((200, 70), (1, 1), heads=8, kv_heads=2, extent=64),
     "an idle row, one key": Case((100, 0, 70, 1), (1, 0, 1, 1), heads=8, kv_heads=1, extent=128),
@@ -32,6 +33,10 @@ INTERPRETED = {
     "nine queries of four heads, window": Case((150,), (9,), heads=4, kv_heads=1, **LOCAL),
     "nine queries of eight heads": Case((150,), (9,), heads=8, kv_heads=1, extent=64),
     "one query head a key head": Case((130,), (1,), heads=2, kv_heads=2, extent=64),
+    "fp8: split over programs, a tail": Case((200, 70), (1, 1), heads=8, kv_heads=2, extent=64, fp8=True),
+    "fp8: an idle row, one key, pages of 128": Case((200, 0, 1), (1, 0, 1), heads=8, kv_heads=1, page=128, extent=128, fp8=True),
+    "fp8: window on a ring": Case((300, 65), (1, 1), heads=8, kv_heads=2, fp8=True, **LOCAL),
+    "fp8: nine queries of eight heads": Case((150,), (9,), heads=8, kv_heads=1, extent=64, fp8=True),
     "heads of width 64": Case((130,), (1,), heads=8, kv_heads=1, width=64, extent=64),
 }
 
@@ -63,6 +68,8 @@ PREFILL = {
     "a chunk with a history that is no multiple of a tile, ragged": Case((200, 70), (33, 20), heads=8, kv_heads=2, extent=64),
     "a window on a ring, pages of 128": Case((300, 20), (40, 20), heads=8, kv_heads=2, page=128, **LOCAL),
     "short and idle rows ride along": Case((300, 90, 65), (1, 0, 65), heads=8, kv_heads=1, extent=128),
+    "fp8: a chunk with a history, ragged": Case((200, 70), (33, 20), heads=8, kv_heads=2, extent=64, fp8=True),
+    "fp8: a window on a ring, pages of 128": Case((300, 20), (40, 20), heads=8, kv_heads=2, page=128, fp8=True, **LOCAL),
     "one query head a key head, width 64": Case((100,), (40,), heads=1, kv_heads=1, width=64, extent=64),
 }
 ROWS = [

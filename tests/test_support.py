@@ -18,6 +18,7 @@ import pytest
 from checkpoint_files import micro_config
 
 from inkling_jax import LLM, InklingError, InputError, Prompt, SamplingParams, generate
+from inkling_jax.cache.paged import is_fp8
 from inkling_jax.cache.sizing import CacheRequest
 from inkling_jax.config import PRESETS, ModelConfig, preset
 from inkling_jax.convert.foreign import refuse_foreign_directory, refuse_foreign_names
@@ -132,6 +133,12 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "speculative": lambda model: any("speculative" in path.name for path in (ROOT / "inkling_jax").rglob("*.py")),
     "prefix": lambda model: any("prefix" in path.name for path in (ROOT / "inkling_jax").rglob("*.py")),
     "kv_quantised": lambda model: works(lambda: quantised_cache("FP8")),
+    "kv_fp8": lambda model: (
+        accepts("--kv-dtype")
+        and not works(lambda: is_fp8("int8"))
+        and answer(model, kv_dtype="fp8", device_memory="1TB", context=4096).memory.cache["global"]
+        < 0.6 * answer(model, device_memory="1TB", context=4096).memory.cache["global"]
+    ),
     "context": lambda model: preset(model).text.max_context == 1_048_576,
     "cpu": lambda model: True,  # where these tests run
     "float32": lambda model: works(lambda: choose_dtype("float32", preset(model))),

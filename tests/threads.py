@@ -73,8 +73,26 @@ class Threads:
         words = np.asarray(a, np.int32).view(np.uint32)
         return (words << left if left >= 0 else words >> -left).view(np.int32)
 
+    def as_int(self, value: Value) -> Value:
+        return np.uint32(value).view(np.int32) if isinstance(value, int) else value
+
     def both(self, a: Value, b: Value) -> Value:
-        return a & b
+        return self.as_int(a) & self.as_int(b)
+
+    def either(self, a: Value, b: Value) -> Value:
+        return self.as_int(a) | self.as_int(b)
+
+    def differ(self, a: Value, b: Value) -> Value:
+        return self.as_int(a) ^ self.as_int(b)
+
+    def greater(self, a: Value, b: Value) -> Value:
+        return np.maximum(self.as_int(a), self.as_int(b))
+
+    def permute(self, word: Value, selector: int) -> Value:
+        found = np.zeros(np.shape(word), np.uint32)
+        for i, byte in enumerate(selector >> 4 * i & 0xF for i in range(4)):
+            found |= (0 if byte == 4 else np.asarray(word).view(np.uint32) >> 8 * byte & 0xFF) << np.uint32(8 * i)
+        return found.view(np.int32)
 
     def less(self, a: Value, b: Value) -> Value:
         return np.less(a, b)
@@ -94,6 +112,23 @@ class Threads:
     def times(self, a: Value, b: Value) -> Value:
         return a * b
 
+    def quotient(self, a: Value, b: Value) -> Value:
+        return a / b
+
+    def times_pairs(self, a: Value, b: Value) -> Value:
+        factors = zip(self.unpack(self.as_int(a)), self.unpack(self.as_int(b)), strict=True)
+        return self.pack(*(x * y for x, y in factors))
+
+    def bits(self, value: Value) -> Value:
+        return np.asarray(value).view(np.int32)
+
+    def from_bits(self, word: Value) -> Value:
+        return np.asarray(word).view(np.float32)
+
+    def pack_codes(self, values: list[Value]) -> Value:
+        codes = [np.clip(a, -448, 448).astype(jnp.float8_e4m3fn).view(np.uint8).astype(np.uint32) for a in values]
+        return (codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24).view(np.int32)
+
     def rsqrt(self, value: Value) -> Value:
         return 1 / np.sqrt(value)
 
@@ -109,6 +144,11 @@ class Threads:
         warps = self.active.reshape(-1, 32)
         assert (warps.all(axis=1) | ~warps.any(axis=1)).all(), "a warp must come whole"
         return np.repeat(value.reshape(-1, 32).sum(axis=1), 32)
+
+    def warp_greatest(self, value: Value) -> Value:
+        warps = self.active.reshape(-1, 32)
+        assert (warps.all(axis=1) | ~warps.any(axis=1)).all(), "a warp must come whole"
+        return np.repeat(np.broadcast_to(value, self.active.shape).reshape(-1, 32).max(axis=1), 32)
 
     def block_barrier(self) -> None:
         assert self.active.all(), "all threads must come"

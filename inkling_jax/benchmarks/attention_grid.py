@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,20 +25,20 @@ PROMPTS = ((2048, 0), (2048, 32_768), (8192, 0), (32_768, 0))  # new tokens, and
 
 
 def decode_groups() -> Iterator[list[Case]]:
-    """Batches and contexts, global and window layers, whole heads and one rank of eight."""
-    for heads, kv_heads, window in KINDS:
+    """Batches and contexts, global and window layers, whole heads and one rank of eight, in bfloat16 and in fp8."""
+    for fp8, (heads, kv_heads, window) in itertools.product((False, True), KINDS):
         for batch in (1, 16, 64):
             lengths = [(context,) * batch for context in (*CONTEXTS, *(LONGEST if batch == 1 else ()))]
             lengths += [RAGGED] if batch == 64 else []
-            yield [Case(each, (1,) * batch, heads, kv_heads, window, window or 1024) for each in lengths]
+            yield [Case(each, (1,) * batch, heads, kv_heads, window, window or 1024, fp8=fp8) for each in lengths]
 
 
 def prefill_groups() -> Iterator[list[Case]]:
-    """One prompt or chunk of one."""
-    for heads, kv_heads, window in KINDS:
+    """One prompt or chunk of one, in bfloat16 and in fp8."""
+    for fp8, (heads, kv_heads, window) in itertools.product((False, True), KINDS):
         for new in dict.fromkeys(new for new, _ in PROMPTS):
             olds = [old for count, old in PROMPTS if count == new]
-            yield [Case((old + new,), (new,), heads, kv_heads, window, window or 1024) for old in olds]
+            yield [Case((old + new,), (new,), heads, kv_heads, window, window or 1024, fp8=fp8) for old in olds]
 
 
 def pairs(case: Case) -> int:

@@ -55,7 +55,7 @@ class Case:
         options = EngineOptions(chunk=chunk)
         layout = layout_of(config, None, jnp.dtype(one_rank.DTYPE), options)
         request = CacheRequest(SLOTS, PAGE, most_positions(options), context)
-        shape = fit_cache(layout.text, request, UNLIMITED, layout.dtype.itemsize, shard.sizes)
+        shape = fit_cache(layout.text, request, UNLIMITED, layout.dtype, shard.sizes)
         return cls(f"{name} chunk={chunk}", folder, shard, chunk, shape, layout.memory(shape, shard.sizes))
 
     @property

@@ -29,6 +29,7 @@ from inkling_jax.kernels.paged_attention import cases, sm90
 from inkling_jax.kernels.paged_attention.bias import prepare_bias
 from inkling_jax.kernels.paged_attention.cases import Case
 from inkling_jax.kernels.paged_attention.plan import plan_decode
+from inkling_jax.kernels.pages import Fp8Pages, Pages, quantize
 
 FLUSHED_BYTES = 1 << 28  # written between calls, so that keys come from memory and not from the cache
 CALLS = 5  # timed, each on other pages
@@ -89,13 +90,16 @@ def check(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def page_pool(pages: int, case: Case, seed: int) -> jax.Array:
+def page_pool(pages: int, case: Case, seed: int) -> Pages:
     """Random pages, repeated to the size: contents do not matter for time."""
 
-    def build() -> jax.Array:
-        base = jax.random.normal(jax.random.key(seed), (BASE_PAGES, case.kv_heads, case.page, case.width), jnp.bfloat16)
+    def repeated(base: jax.Array) -> jax.Array:
         repeats = -(-pages // BASE_PAGES)
         return jnp.broadcast_to(base[None], (repeats, *base.shape)).reshape(-1, *base.shape[1:])
+
+    def build() -> Pages:
+        base = jax.random.normal(jax.random.key(seed), (BASE_PAGES, case.kv_heads, case.page, case.width), jnp.bfloat16)
+        return jax.tree.map(repeated, Fp8Pages(*quantize(base)) if case.fp8 else base)
 
     return jax.jit(build)()
 
@@ -145,7 +149,12 @@ def timed(group: list[Case], variants: dict[str, dict[str, Any]], ceilings: dict
             jax.block_until_ready([call(tables[0]), plan(*rows)])
             both = [f for table in tables for f in (flush, functools.partial(call, table))]
             parts = _parts(kernel_times(both), CALLS)
-            fields = {"batch": len(case.lengths), "context": case.context, "queries": case.longest, "kv": "bf16"}
+            fields = {
+                "batch": len(case.lengths),
+                "context": case.context,
+                "queries": case.longest,
+                "kv": "fp8" if case.fp8 else "bf16",
+            }
             yield make_row(
                 "paged_attention",
                 case.name,

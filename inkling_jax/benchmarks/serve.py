@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     device = jax.devices()[0]
     traffic = Traffic(args.prompt, args.answer, args.rate, args.shared, args.prefix, args.seed)
-    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size)
+    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size, args.kv_dtype)
     shard = dataclasses.replace(shard, deterministic=args.deterministic)
     # where no prompts are to begin alike none shall: a prompt of one measurement may come again in another
     kept = PREFIX_BYTES if traffic.shared else 0
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             concurrency=most,
             chunk=options.chunk,
             page_size=args.page_size,
+            kv="fp8" if shard.fp8 else "bf16",
             programs=programs,
             **fields,
         )
@@ -129,7 +130,7 @@ def measure_decode(shard: Shard, engine: Engine, traffic: Traffic, most: int, ce
         engine.cancel(request_id)
     while engine.busy:
         engine.step()
-    least = step_traffic(shard.leaves, shard.config, shard.sizes, rows=most, queries=1, contexts=lengths)
+    least = step_traffic(shard.leaves, shard.config, shard.sizes, rows=most, queries=1, contexts=lengths, fp8=shard.fp8)
     return {
         "time_us": seconds / steps * 1e6,
         "bound_us": least.bytes / ceiling.bytes_per_second * 1e6,

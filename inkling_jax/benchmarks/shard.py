@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from inkling_jax.cache.paged import Cache, CacheShape, LayerCache
+from inkling_jax.cache.paged import Cache, CacheShape, is_fp8
 from inkling_jax.config import ModelConfig, TextConfig, preset
 from inkling_jax.config_ranks import spread_text
 from inkling_jax.engine.engine import Engine, EngineOptions
@@ -43,6 +43,7 @@ class Shard:
     sizes: dict[str, int]  # of that mesh
     kernels: bool = False  # weights as the kernels want them
     deterministic: bool = False  # as in `load`
+    fp8: bool = False  # keys and values are
 
     @functools.cached_property
     def model(self) -> Inkling:
@@ -88,13 +89,10 @@ class Shard:
     def random_state(self, shape: CacheShape) -> EngineState:
         """A state in which every slot owns all pages of its tables, shuffled, and caches hold random numbers. No slot is live."""
         abstract = self.abstract_state(shape)
-        layers = [{f.name: getattr(layer, f.name) for f in dataclasses.fields(LayerCache)} for layer in abstract.cache.layers]
+        layers, form = jax.tree.flatten_with_path(abstract.cache.layers)
         return EngineState(
             cache=Cache(
-                layers=tuple(
-                    LayerCache(**{name: random_array(f"{i}.{name}", a.shape, a.dtype) for name, a in arrays.items()})
-                    for i, arrays in enumerate(layers)
-                ),
+                layers=jax.tree.unflatten(form, [_random_part(jax.tree_util.keystr(path), a) for path, a in layers]),
                 global_table=_shuffled_table(shape.slots, shape.global_pages),
                 local_table=_shuffled_table(shape.slots, shape.local_pages),
             ),
@@ -116,7 +114,7 @@ class Shard:
 
     def cache_shape(self, slots: int, context: int, queries: int, page_size: int) -> CacheShape:
         """Sizes of a cache in which `slots` sequences reach `context` tokens, `queries` of them a step."""
-        empty = CacheShape(slots, page_size, 0, 0, context, queries)
+        empty = CacheShape(slots, page_size, 0, 0, context, queries, self.fp8)
         return dataclasses.replace(
             empty,
             global_pages=slots * empty.table_width(None),
@@ -134,11 +132,13 @@ class Shard:
             )
 
 
-def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "auto", page_size: int = 64) -> Shard:
+def open_shard(
+    source: str, rank_of: str, layers: int | None, kernels: str = "auto", page_size: int = 64, kv_dtype: str | None = None
+) -> Shard:
     """The shard of a preset or of the shape in a checkpoint directory (its tensors are not read), cut to its first `layers`.
 
-    `rank_of` names the mesh, such as "tensor=8". kernels, page_size: as in `load`. Raises ConfigError for what does not divide
-    over the mesh, InputError for bad values.
+    `rank_of` names the mesh, such as "tensor=8". kernels, page_size, kv_dtype: as in `load`. Raises ConfigError for what does
+    not divide over the mesh, InputError for bad values.
     """
     directory = Path(source)
     config = (ModelConfig.from_directory(directory) if directory.is_dir() else preset(source)).text
@@ -152,9 +152,18 @@ def open_shard(source: str, rank_of: str, layers: int | None, kernels: str = "au
         local, dense = config.local_layers[:layers], config.dense_layers[:layers]
         config = dataclasses.replace(config, num_layers=layers, local_layers=local, dense_layers=dense)
         name += f" layers={layers}"
+    fp8 = is_fp8(kv_dtype)
+    name += " kv=fp8" if fp8 else ""
     _ = Shard(name, mesh, config, sizes, False).leaves  # all that must divide, does
-    chosen = choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes, page_size)
-    return Shard(name, mesh, config, sizes, chosen)
+    chosen = choose_kernels(kernels, config, DTYPE, jax.devices()[0].device_kind, sizes, page_size, fp8)
+    return Shard(name, mesh, config, sizes, chosen, fp8=fp8)
+
+
+def _random_part(name: str, array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Numbers of a part of a cache; e4m3 codes are any but NaN, up to 1 in size, whose scales are near 1."""
+    if array.dtype == jnp.uint8:
+        return random_array(name, array.shape, array.dtype) & 0xB7
+    return random_array(name, array.shape, array.dtype, *((1.0, 0.1) if array.dtype == jnp.float32 else ()))
 
 
 def _shuffled_table(slots: int, pages: int) -> jax.Array:

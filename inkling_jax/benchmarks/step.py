@@ -97,7 +97,7 @@ class Stepper:
 def run(args: argparse.Namespace) -> int:
     """Measure every case, keep its row at once, and print them all."""
     device = jax.devices()[0]
-    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size)
+    shard = open_shard(args.model or args.preset, args.rank_of, args.layers, args.kernels, args.page_size, args.kv_dtype)
     cases = list_cases(args, shard)
     for case in cases:
         shard.check_memory(shard.abstract_state(_shape(shard, case)), device)
@@ -156,7 +156,8 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
     seconds = series_seconds(stepper, case.calls, REPEATS, stepper.rewind, LIMIT_S)
     stepper.rewind()
     activity = device_activity(stepper, device)
-    traffic = step_traffic(shard.leaves, shard.config, shard.sizes, rows=case.batch, queries=case.queries, contexts=case.contexts)
+    work = {"rows": case.batch, "queries": case.queries, "contexts": case.contexts}
+    traffic = step_traffic(shard.leaves, shard.config, shard.sizes, **work, fp8=shard.fp8)
     bound = traffic.bytes / ceiling.bytes_per_second
     fields: dict[str, Any] = _traffic_fields(traffic) | ceiling.fields()
     if case.phase == "prefill" and flops is not None:
@@ -177,6 +178,7 @@ def measure(shard: Shard, stepper: Stepper, device: Any, ceiling: ReadCeiling, f
         rank_of=shard.mesh,
         steps_per_call=case.steps,
         page_size=case.page_size,
+        kv="fp8" if shard.fp8 else "bf16",
         repeats=len(seconds),
         launches=round(activity.launches / case.steps, 1) if activity else None,
         busy_us=round(activity.seconds * 1e6 / case.steps, 1) if activity else None,

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from inkling_jax.cache.paged import CacheShape, layer_arrays
 from inkling_jax.config import TextConfig
-from inkling_jax.sharding.rules import local_shape
 
 _MULTIPLIED = ("qkvr_proj", "o_proj", "w13", "w2", "router.weight")  # matrices that every token meets, besides routed experts
 
@@ -40,10 +40,12 @@ def step_traffic(
     rows: int,
     queries: int,
     contexts: Sequence[int],
+    fp8: bool = False,
 ) -> Traffic:
     """Least traffic of a step of `rows` sequences with `queries` tokens each, on a rank that holds `leaves` (by path).
 
     `contexts` are the lengths at which the step is taken; for several of them the mean. Queries are the last tokens of a context.
+    `fp8`: keys and values are, with their scales.
     Routed experts that are hit are the expected number when each token chooses its experts at random: random weights do so.
     """
     tokens = rows * queries
@@ -61,7 +63,7 @@ def step_traffic(
             weight_bytes += elements * leaf.dtype.itemsize
             flops += 2 * elements * (rows if path == "unembed" else tokens if path.endswith(_MULTIPLIED) else 0)
     kv_bytes, conv_bytes, attention_flops = _cache_traffic(
-        config, sizes, leaves["norm.weight"].dtype.itemsize, rows, queries, contexts
+        config, sizes, leaves["norm.weight"].dtype, rows, queries, contexts, fp8
     )
     return Traffic(weight_bytes, expert_bytes, kv_bytes, conv_bytes, hit, flops + attention_flops)
 
@@ -78,15 +80,22 @@ def _weights(path: str, elements: int) -> int:
 
 
 def _cache_traffic(
-    config: TextConfig, sizes: Mapping[str, int], itemsize: int, rows: int, queries: int, contexts: Sequence[int]
+    config: TextConfig,
+    sizes: Mapping[str, int],
+    dtype: jnp.dtype,
+    rows: int,
+    queries: int,
+    contexts: Sequence[int],
+    fp8: bool,
 ) -> tuple[float, float, float]:
     """Bytes of keys and values, bytes of convolution state, and the operations of attention."""
-    one = CacheShape(slots=0, page_size=1, global_pages=1, local_pages=1, max_context=1, max_query=1)
+    one = CacheShape(slots=0, page_size=1, global_pages=1, local_pages=1, max_context=1, max_query=1, fp8=fp8)
     kv_bytes = conv_bytes = flops = 0.0
     for layer in range(config.num_layers):
         attention = config.attention(layer)
-        for name, (shape, axes) in layer_arrays(config, one, layer).items():
-            size = itemsize * math.prod(local_shape(f"cache of layer {layer}, {name}", shape, axes, sizes))
+        for name, stored in layer_arrays(config, one, layer, dtype).items():
+            local = [array.local(f"cache of layer {layer}, {name}", sizes) for array in jax.tree.leaves(stored)]
+            size = sum(array.dtype.itemsize * math.prod(array.shape) for array in local)
             if name.endswith("_pages"):
                 kv_bytes += size * rows * _mean(min(length, (attention.window or length) + queries - 1) for length in contexts)
             else:

@@ -170,7 +170,11 @@ class StepCheck:
     def _fingerprints(self, state: EngineState) -> dict[str, UInt32[Array, "a b"]]:
         """A number for each place of each page, by pool, and for each slot and place of the convolutions' rings."""
         layers = state.cache.layers
-        found = {name: _hash(jnp.moveaxis(layers[i].k_pages, 2, 1)) for name, i in self._layers.items()}
+        pools = {name: jax.tree.leaves(layers[i].k_pages) for name, i in self._layers.items()}
+        found = {
+            name: functools.reduce(jnp.add, [_hash(jnp.moveaxis(array, 2, 1)) for array in arrays])
+            for name, arrays in pools.items()
+        }
         rings = [_hash(getattr(layer, name)) for layer in layers for name in CONV_STATES]
         return found | {"conv": functools.reduce(jnp.add, rings)}
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from inkling_jax.cache.paged import Cache
+from inkling_jax.cache.paged import Cache, LayerCache
 from inkling_jax.cache.ragged import Ragged
 from inkling_jax.engine.sampler import Mode, SampleResult, advance, sample
 from inkling_jax.engine.state import EngineState, PageUpdates
@@ -206,7 +206,12 @@ def cache_specs(cache: Cache) -> Cache:
     pages, conv = partition_spec(("pages", "kv_heads")), partition_spec(("slots", None, "kv_heads"))
     rest = jax.tree.map(lambda _: partition_spec(("slots",)), cache)
     by_heads = {"k_pages": pages, "v_pages": pages, "k_conv": conv, "v_conv": conv}
-    return dataclasses.replace(rest, layers=tuple(dataclasses.replace(layer, **by_heads) for layer in rest.layers))
+
+    def specs(layer: LayerCache) -> LayerCache:
+        held = {name: jax.tree.map(lambda _, spec=spec: spec, getattr(layer, name)) for name, spec in by_heads.items()}
+        return dataclasses.replace(layer, **held)
+
+    return dataclasses.replace(rest, layers=tuple(map(specs, rest.layers)))
 
 
 def _one_token_each(state: EngineState, slots: Int[Array, " B"]) -> Ragged:

@@ -57,6 +57,21 @@ def either(a: Operand, b: Operand) -> Value:
     return arith.ori(as_int(a), as_int(b))
 
 
+def differ(a: Operand, b: Operand) -> Value:
+    """The bits in which a and b differ."""
+    return arith.xori(as_int(a), as_int(b))
+
+
+def greater(a: Operand, b: Operand) -> Value:
+    """The larger of two signed numbers."""
+    return arith.maxsi(as_int(a), as_int(b))
+
+
+def permute(word: Value, selector: int) -> Value:
+    """A word of these bytes of `word`, the lowest in the lowest four bits of `selector`; 4: zero."""
+    return mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", word, as_int(0), result_types=i32())
+
+
 def shift(a: Operand, left: int) -> Value:
     """a << left, or the unsigned a >> -left."""
     if left == 0:
@@ -165,6 +180,36 @@ def times(a: Value, b: Value) -> Value:
     return arith.mulf(a, b)
 
 
+def quotient(a: Value, b: Value) -> Value:
+    """a / b of floats, rounded to the nearest."""
+    return mgpu.utils.inline_ptx("div.rn.f32 $0, $1, $2;", a, b, result_types=f32())
+
+
+def times_pairs(a: Operand, b: Operand) -> Value:
+    """The products of two pairs of bfloat16."""
+    return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", as_int(a), as_int(b), result_types=i32())
+
+
+def bits(value: Value) -> Value:
+    """Of a float."""
+    return arith.bitcast(i32(), value)
+
+
+def from_bits(word: Operand) -> Value:
+    """The float of these bits."""
+    return arith.bitcast(f32(), as_int(word))
+
+
+def pack_codes(values: list[Value]) -> Value:
+    """Four floats rounded to e4m3 in a word, the first in the lowest byte; what is beyond the largest becomes it."""
+    convert = "cvt.rn.satfinite.e4m3x2.f32"
+    return mgpu.utils.inline_ptx(
+        f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}",
+        *values,
+        result_types=i32(),
+    )
+
+
 def load_float(pointer: Value, index: Operand) -> Value:
     """An element of float32."""
     return load(pointer, index, f32())
@@ -201,6 +246,13 @@ def warp_sum(value: Value) -> Value:
     """The sum of a float of every thread of the warp, the same bits for all."""
     for distance in (16, 8, 4, 2, 1):
         value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
+    return value
+
+
+def warp_greatest(value: Value) -> Value:
+    """The largest signed number of every thread of the warp."""
+    for distance in (16, 8, 4, 2, 1):
+        value = arith.maxsi(value, mgpu.utils.shfl_bfly(value, distance))
     return value
 
 

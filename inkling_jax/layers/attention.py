@@ -110,6 +110,7 @@ class Attention(nnx.Module):
         tokens, kv_heads, share, width = q.shape
         queries = (q.reshape(tokens, kv_heads * share, width), rel.reshape(tokens, kv_heads * share, self.rel_dim))
         if cache.k_pages is None:
+            assert isinstance(self.rel_bias, nnx.Param)
             out = attention_within(*queries, self.rel_bias[...], k, v, ragged.row, window=self.window)
         else:
             cache = dataclasses.replace(

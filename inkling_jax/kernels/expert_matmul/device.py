@@ -70,11 +70,6 @@ def decode_scale(word: Value, byte: int) -> Value:
     return m.shift(pairs, 4)
 
 
-def _times(a: Value, b: Value) -> Value:
-    """The product of two pairs of bfloat16: exact here, since three bits and four make at most six."""
-    return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", a, b, result_types=m.i32())
-
-
 def fragments(words: Value, codes: bool, k64: int) -> list[list[Value]]:
     """The weight fragments, as pairs of bfloat16, of four times 16 columns: columns 64 k64 .. + 63 of what lies in shared memory.
 
@@ -87,7 +82,8 @@ def fragments(words: Value, codes: bool, k64: int) -> list[list[Value]]:
     packed = m.vector_at(words, m.add(m.shift(thread, 2), start + half * 512), m.i32(), 4)
     scales = m.load(words, m.add(thread, start + (LINES - 1) * 128), m.i32())
     scale = [decode_scale(scales, 2 * half + h) for h in (0, 1)]
-    return [[_times(pair, scale[i % 2]) for i, pair in enumerate(decode_word(word))] for word in packed]
+    # Exact, since three bits and four make at most six.
+    return [[m.times_pairs(pair, scale[i % 2]) for i, pair in enumerate(decode_word(word))] for word in packed]
 
 
 def multiply_unit(product: Product) -> Callable:

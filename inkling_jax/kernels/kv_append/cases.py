@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from inkling_jax.kernels.kv_append.reference import Kept, Weights
+from inkling_jax.kernels.pages import Fp8Pages
 from inkling_jax.kernels.residual.cases import BEGINNING, EPS, Answer, Rounding, convolved_rows, normed, rows_of
 from inkling_jax.kernels.ring import Rows
 
@@ -27,12 +29,15 @@ class Case:
     page: int = 64
     columns: int = 9
     scaled: bool = False
+    fp8: bool = False  # pages are
 
     @property
     def name(self) -> str:
         """Stable, without spaces."""
         heads = f"{self.kv_heads * self.share}q{self.kv_heads}kv-width{self.width}"
-        return f"T{len(self.positions)}-{heads}-page{self.page}" + ("-scaled" if self.scaled else "")
+        return (
+            f"T{len(self.positions)}-{heads}-page{self.page}" + ("-scaled" if self.scaled else "") + ("-fp8" if self.fp8 else "")
+        )
 
 
 CASES = (
@@ -42,6 +47,8 @@ CASES = (
     Case((63, 64, None), kv_heads=3, share=1, width=64),
     Case((700, None), kv_heads=16, share=4),
     Case(tuple(range(120, 138)), kv_heads=4, share=2, page=128, columns=2),
+    Case(BEGINNING, fp8=True),
+    Case((127, None, 64), kv_heads=3, share=1, page=128, fp8=True),
 )
 
 
@@ -63,7 +70,10 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     table = rng.permutation(pages).reshape(tokens, case.columns)
     if tokens > 1:
         table[-1] = pages
-    pools = [normal(pages, case.kv_heads, case.page, case.width) for _ in "kv"]
+    pools: list[Any] = [normal(pages, case.kv_heads, case.page, case.width) for _ in "kv"]
+    if case.fp8:
+        codes = [rng.integers(0, 0x7F, pool.shape, np.uint8) for pool in pools]
+        pools = [Fp8Pages(jnp.asarray(each), jnp.ones(each.shape[:-1], jnp.float32)) for each in codes]
     group = (case.share + 2) * case.width + case.share * RANK
     weights = (normal(*heads, 4), normal(*heads, 4), normal(case.width), normal(case.width))
     tau = jnp.asarray(1 + rng.random(tokens), jnp.float32) if case.scaled else None
@@ -71,7 +81,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
         "projected": jnp.asarray(normal(tokens, case.kv_heads, group)),
         "weights": Weights(*map(jnp.asarray, weights)),
         "tau": tau,
-        "kept": Kept(*map(jnp.asarray, (*pools, *states))),
+        "kept": jax.tree.map(jnp.asarray, Kept(*pools, *states)),
         "table": jnp.asarray(table, jnp.int32),
         "rows": Rows(*map(jnp.asarray, rows)),
         "rank": RANK,
@@ -79,9 +89,19 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def floats(array: Any) -> np.ndarray:
+    """Also of pages in fp8."""
+    if not isinstance(array, Fp8Pages):
+        return np.asarray(array, np.float64)
+    return np.asarray(array.codes).view(jnp.float8_e4m3fn).astype(np.float64) * np.asarray(array.scale)[..., None]
+
+
 def expected(case: Case, given: Mapping[str, Any], rounded: Rounding = lambda x: x) -> dict[str, Answer]:
-    """What the definition (spec 2.3, 2.4) makes of inputs(case), in float64 but for `rounded`: q, rel, and what is kept."""
-    weights, kept = ({n: np.asarray(a, np.float64) for n, a in given[name]._asdict().items()} for name in ("weights", "kept"))
+    """What the definition (spec 2.3, 2.4) makes of inputs(case), in float64 but for `rounded`: q, rel, and what is kept.
+
+    Pages in fp8 are the numbers that they stand for, before the new ones are rounded to them.
+    """
+    weights, kept = ({n: floats(a) for n, a in given[name]._asdict().items()} for name in ("weights", "kept"))
     rows, tokens = given["rows"], len(case.positions)
     q, k, v, rel = np.split(
         np.asarray(given["projected"], np.float64), case.width * np.arange(case.share, case.share + 3), axis=-1

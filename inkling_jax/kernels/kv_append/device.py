@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from inkling_jax.kernels import mlir as m
 from inkling_jax.kernels import ring_device as ring
 from inkling_jax.kernels.mlir import Value
+from inkling_jax.kernels.pages import LEAST_AMAX, PER_AMAX
 from inkling_jax.kernels.residual.device import normalize
 
 WARPS = 4  # of a program
+FP8_WIDTH = 128  # of a head, where pages are fp8: a lane makes a word of codes
+LEAST_BITS = int(np.float32(LEAST_AMAX).view(np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Shape:
     columns: int  # of the page table
     scaled: bool
     eps: float
+    fp8: bool = False  # pages are
 
     @property
     def lines(self) -> int:
@@ -115,6 +121,7 @@ def _remember(shape: Shape, line: Line, p: dict[str, Value], which: str) -> None
     new = ring.convolve(words, taps, ring.past(row, state, size, offset, line.count))
     if weight is not None:
         new = _norm(shape, new, weight)
+    codes, scale = _quantized(new) if shape.fp8 else (None, None)  # here, where the warp is whole
     column = m.remainder(m.divide(row.position, shape.page), shape.columns)
     page = m.load(p["table"], m.add(m.multiply(line.token, shape.columns), column), m.i32())
     with m.when(row.live):
@@ -123,7 +130,23 @@ def _remember(shape: Shape, line: Line, p: dict[str, Value], which: str) -> None
             place = m.add(
                 m.multiply(m.add(m.multiply(page, shape.kv_heads), line.head), shape.page), m.remainder(row.position, shape.page)
             )
-            m.store_words(p[f"{which}_pages"], m.row_start(place, shape.width // 2, line.first), new)
+            if shape.fp8:
+                m.store_words(p[f"{which}_pages"], m.row_start(place, shape.width // 4, line.lane), [codes])
+                with m.when(m.equal(line.lane, 0)):
+                    m.store_words(p[f"{which}_scale"], place, [m.bits(scale)])
+            else:
+                m.store_words(p[f"{which}_pages"], m.row_start(place, shape.width // 2, line.first), new)
+
+
+def _quantized(words: list[Value]) -> tuple[Value, Value]:
+    """A lane's four numbers as a word of e4m3 codes, and the scale of the warp's vector: see `pages.quantize`."""
+    amax = m.as_int(LEAST_BITS)  # numbers without their sign are in the order of their bits, what is not finite last
+    for word in words:
+        amax = m.greater(amax, m.greater(m.both(m.shift(word, 16), 0x7FFF_0000), m.both(word, 0x7FFF_0000)))
+    amax = m.warp_greatest(amax)
+    scale = m.times(m.from_bits(amax), m.as_float(PER_AMAX))
+    scale = m.from_bits(m.choose(m.less(amax, 0x7F80_0000), m.bits(scale), 0x7FC0_0000))
+    return m.pack_codes([m.quotient(value, scale) for word in words for value in m.unpack(word)]), scale
 
 
 def _norm(shape: Shape, words: list[Value], weights: list[Value]) -> list[Value]:

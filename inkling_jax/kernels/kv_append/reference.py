@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from inkling_jax.kernels.pages import Pages, write
 from inkling_jax.kernels.ring import Rows, convolve
 
 
 class Kept(NamedTuple):
     """What a layer's attention remembers, and the kernel changes in place."""
 
-    k_pages: Float[Array, "pages K P H"]
-    v_pages: Float[Array, "pages K P H"]
+    k_pages: Pages  # [pages, K, P, H]
+    v_pages: Pages
     k_state: Float[Array, "slots 3 K H"]
     v_state: Float[Array, "slots 3 K H"]
 
@@ -67,9 +68,7 @@ def append(
         q, rel = ((a * tau[:, None, None]).astype(a.dtype) for a in (q, rel))
     entry = table[jnp.arange(tokens), rows.position // page % table.shape[1]]
     target = (jnp.where(rows.count > 0, entry, pages), slice(None), rows.position % page)
-    k_pages, v_pages = (
-        pool.at[target].set(new.astype(pool.dtype), mode="drop") for pool, new in ((kept.k_pages, k), (kept.v_pages, v))
-    )
+    k_pages, v_pages = write(kept.k_pages, target, k), write(kept.v_pages, target, v)
     return Appended(q, rel, Kept(k_pages, v_pages, k_state, v_state))
 
 

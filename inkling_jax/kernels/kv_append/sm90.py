@@ -11,6 +11,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 from inkling_jax.kernels.kv_append import device
 from inkling_jax.kernels.kv_append.reference import Appended, Kept, Weights
 from inkling_jax.kernels.launch import launch
+from inkling_jax.kernels.pages import Fp8Pages, parts
 from inkling_jax.kernels.ring import Rows
 
 
@@ -26,17 +27,19 @@ def append(
     rank: int,
     eps: float,
 ) -> Appended:
-    """See `reference.append`; heads of width 64 or 128. A jit of its own: layers of a kind lower it once."""
+    """See `reference.append`; heads of width 64 or 128, in fp8 of 128. A jit of its own: layers of a kind lower it once."""
     pages, kv_heads, page, width = kept.k_pages.shape
     tokens, _, group = projected.shape
     share = (group - 2 * width) // (width + rank)
-    shape = device.Shape(tokens, kv_heads, share, width, rank, pages, page, table.shape[1], tau is not None, eps)
+    fp8 = isinstance(kept.k_pages, Fp8Pages)
+    shape = device.Shape(tokens, kv_heads, share, width, rank, pages, page, table.shape[1], tau is not None, eps, fp8)
+    pools = parts(kept.k_pages, kept.v_pages)
     operands = {"projected": projected, "table": table} | weights._asdict() | rows._asdict()
     made = launch(
         "kv_append",
         functools.partial(device.append, shape),
         operands=operands if tau is None else operands | {"tau": tau},
-        changed=kept._asdict(),
+        changed=pools | {"k_state": kept.k_state, "v_state": kept.v_state},
         results={
             "q": jax.ShapeDtypeStruct((tokens, kv_heads * share, width), jnp.bfloat16),
             "rel": jax.ShapeDtypeStruct((tokens, kv_heads * share, rank), jnp.bfloat16),
@@ -44,4 +47,5 @@ def append(
         shared={},
         programs=shape.programs,
     )
-    return Appended(made["q"], made["rel"], Kept(*(made[name] for name in Kept._fields)))
+    k_pages, v_pages = (Fp8Pages(made[f"{w}_pages"], made[f"{w}_scale"]) if fp8 else made[f"{w}_pages"] for w in "kv")
+    return Appended(made["q"], made["rel"], Kept(k_pages, v_pages, made["k_state"], made["v_state"]))

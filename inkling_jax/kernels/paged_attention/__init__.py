@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.paged_attention import reference
 from inkling_jax.kernels.paged_attention.bias import RelativeBias, prepare_bias
+from inkling_jax.kernels.pages import Pages
 
 if TYPE_CHECKING:
     from inkling_jax.kernels.paged_attention.plan import DecodePlan
@@ -49,8 +50,8 @@ def paged_attention(
     q: Float[Array, "T N H"],
     rel: Float[Array, "T N r"],
     rel_bias: Float[Array, "R r"] | RelativeBias,
-    k_pages: Float[Array, "pages K P H"],
-    v_pages: Float[Array, "pages K P H"],
+    k_pages: Pages,
+    v_pages: Pages,
     table: Int[Array, "B width"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from inkling_jax.kernels.pages import Fp8Pages
 
 REL_RANK = 16
 
@@ -23,6 +26,7 @@ class Case:
     extent: int = 1024
     page: int = 64
     width: int = 128
+    fp8: bool = False  # keys and values
     read_out: int | None = None  # all weight lies on the key at this distance, by the bias alone
 
     @property
@@ -48,13 +52,15 @@ class Case:
         return (
             f"{kind}-{self.heads}q{self.kv_heads}kv-len{runs(self.lengths)}-q{runs(self.counts)}-page{self.page}"
             + (f"-width{self.width}" if self.width != 128 else "")
+            + ("-fp8" if self.fp8 else "")
             + (f"-bias{self.read_out}" if self.read_out is not None else "")
         )
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of keys and values that the case must read, in bfloat16."""
-        return sum(4 * self.kv_heads * self.width * visible for visible in self.visible())
+        """Bytes of keys and values that the case must read, in bfloat16 or as codes and scales."""
+        vector = self.width + 4 if self.fp8 else 2 * self.width
+        return sum(2 * self.kv_heads * vector * visible for visible in self.visible())
 
     def visible(self) -> list[int]:
         """Keys that each row's queries see together."""
@@ -87,6 +93,8 @@ def table_of(case: Case, pool: int, rng: np.random.Generator) -> tuple[np.ndarra
 def inputs(case: Case, seed: int = 0, spare: int = 3) -> dict[str, Any]:
     """Arguments of paged_attention in its order, bfloat16. Pages are shuffled; free ones and tails past a length hold NaN.
 
+    In fp8 vectors are of very different size, so that a scale of another token or head is seen.
+
     In a batch of more than one query a row, two tokens at the end belong to no row.
     """
     rng = np.random.default_rng(seed)
@@ -113,25 +121,35 @@ def inputs(case: Case, seed: int = 0, spare: int = 3) -> dict[str, Any]:
     if case.read_out is not None:
         q[:], rel[:], rel_bias[:] = 0, 0, 0
         rel[..., 3], rel_bias[case.read_out, 3] = 30, 1
-    absent = np.asarray(np.nan, jnp.bfloat16)
+
+    def pages_of_numbers() -> Any:
+        numbers = normal(pool)
+        if not case.fp8:
+            return np.where(present, numbers, np.asarray(np.nan, jnp.bfloat16))
+        wide = numbers.astype(np.float32) * np.exp2(rng.integers(-3, 2, (*pool[:-1], 1))).astype(np.float32)
+        scale = np.abs(wide).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+        codes = (wide / scale).astype(jnp.float8_e4m3fn).view(np.uint8)
+        return Fp8Pages(np.where(present, codes, np.uint8(0x7F)), np.where(present, scale, np.float32(np.nan))[..., 0])  # pyright: ignore[reportArgumentType]
+
     made = {
         "q": q,
         "rel": rel,
         "rel_bias": rel_bias,
-        "k_pages": np.where(present, normal(pool), absent),
-        "v_pages": np.where(present, normal(pool), absent),
+        "k_pages": pages_of_numbers(),
+        "v_pages": pages_of_numbers(),
         "table": table,
         "start": start.astype(np.int32),
         "count": counts,
         "length": np.asarray(case.lengths, np.int32),
     }
-    return {name: jnp.asarray(array) for name, array in made.items()}
+    return {name: jax.tree.map(jnp.asarray, array) for name, array in made.items()}
 
 
 def expected(case: Case, given: dict[str, Any]) -> np.ndarray:
     """What the definition (spec 2.3) makes of inputs(case), in float64 on the host: [T, N, H], zero for a token of no row."""
     q, rel, rel_bias = (np.asarray(given[name], np.float64) for name in ("q", "rel", "rel_bias"))
-    table, start, k_pages, v_pages = (np.asarray(given[name]) for name in ("table", "start", "k_pages", "v_pages"))
+    table, start = (np.asarray(given[name]) for name in ("table", "start"))
+    k_pages, v_pages = (_numbers(given[name]) for name in ("k_pages", "v_pages"))
     share, out = case.heads // case.kv_heads, np.zeros(q.shape)
     for row, (length, count, seen) in enumerate(zip(case.lengths, case.counts, case.visible(), strict=True)):
         if not count:
@@ -154,13 +172,25 @@ def expected(case: Case, given: dict[str, Any]) -> np.ndarray:
     return out
 
 
+def _numbers(pages: Any) -> np.ndarray:
+    if not isinstance(pages, Fp8Pages):
+        return np.asarray(pages)
+    return np.asarray(pages.codes).view(jnp.float8_e4m3fn).astype(np.float32) * np.asarray(pages.scale)[..., None]
+
+
 def decode_cases() -> list[Case]:
     """Decode in every regime: contexts around tile and extent edges, ratios, query counts, windows, pages, idle rows."""
     contexts = (1, 2, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 4097)
     ones = (1,) * len(contexts)
-    local = {"window": 512, "extent": 512}
+    local: dict[str, Any] = {"window": 512, "extent": 512}
     return [
         Case(contexts, ones, heads=16, kv_heads=2),
+        Case(contexts, ones, heads=16, kv_heads=2, fp8=True),
+        Case(contexts, ones, heads=8, kv_heads=2, fp8=True, **local),
+        Case((700, 0, 64, 900), (1, 0, 1, 1), heads=8, kv_heads=1, page=128, fp8=True, **local),
+        Case((131_072, 3), (1, 1), heads=8, kv_heads=1, fp8=True),
+        Case((4097, 1025, 513, 2), (2, 2, 1, 2), heads=16, kv_heads=2, fp8=True),
+        Case((4097, 1025, 513, 9), (9, 5, 0, 9), heads=16, kv_heads=2, fp8=True),
         Case(contexts, ones, heads=8, kv_heads=2, **local),
         Case(contexts, ones, heads=2, kv_heads=2),
         Case(contexts, ones, heads=8, kv_heads=1, page=128),
@@ -182,7 +212,7 @@ def prefill_cases() -> list[Case]:
     """Chunks around tile edges, with and without history, ragged, among idle and short rows; windows, ratios, pages, widths."""
     chunks, history = (16, 64, 200, 512), (1000, 37, 513, 4097)
     longer = tuple(a + b for a, b in zip(chunks, history, strict=True))
-    local = {"window": 512, "extent": 512}
+    local: dict[str, Any] = {"window": 512, "extent": 512}
     mixed, mixed_counts = (4097, 9, 1200, 600, 0, 1025), (1, 9, 300, 1, 0, 65)
     found = []
     kind: dict[str, Any]
@@ -195,6 +225,10 @@ def prefill_cases() -> list[Case]:
             Case((2048,), (2048,), page=128, **kind),
             Case((6149,), (2048,), **kind),
             Case(mixed, mixed_counts, **kind),
+            Case((16,), (16,), fp8=True, **kind),
+            Case(longer, chunks, fp8=True, **kind),
+            Case(mixed, mixed_counts, page=128, fp8=True, **kind),
+            Case((6149,), (2048,), fp8=True, **kind),
         ]
     return [
         *found,

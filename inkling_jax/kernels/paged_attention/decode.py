@@ -1,14 +1,16 @@
 """Decode on Hopper: a few query tokens a row against the paged cache, one pass over the keys at the speed of memory.
 
 A program (one a processor) owns a run of key tiles that may begin and end inside an item, a (row, key head). One warpgroup
-loads; two compute. Query heads that share a key head, and the query tokens of a row, are the rows of one product, 64
-of them. The bias of a token is 16 more columns of the product q.k (see bias.py), only on tiles that the extent reaches.
+loads; two compute; of keys in fp8 a fourth makes bfloat16 in between. Query heads that share a key head, and the query
+tokens of a row, are the rows of one product, 64 of them. The bias of a token is 16 more columns of the product q.k (see
+bias.py), only on tiles that the extent reaches.
 
 An item that one program does alone is written to the output; otherwise its parts go to `partial` and merge.py combines them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, KEY_TILE
-from inkling_jax.kernels.paged_attention.decode_shape import COMPUTE, DecodeShape
+from inkling_jax.kernels.paged_attention.decode_shape import CODE_STAGES, COMPUTE, DecodeShape
 from inkling_jax.kernels.paged_attention.mosaic import (
     LOG2E,
     NEVER,
@@ -31,9 +33,12 @@ from inkling_jax.kernels.paged_attention.mosaic import (
     int32,
     iota,
     operand,
+    scaled,
     softmax_weights,
 )
 from inkling_jax.kernels.paged_attention.plan import DecodePlan, tile_range
+from inkling_jax.kernels.paged_attention.widen import pass_on, release_codes, widen
+from inkling_jax.kernels.pages import Pages, parts
 
 
 class _Item:
@@ -76,6 +81,13 @@ def _load(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
     plgpu.set_max_registers(40, action="decrease")
     width = refs["table"].shape[1]
     halves = shape.page // KEY_TILE
+    form, stages = ("_codes", CODE_STAGES) if shape.fp8 else ("", shape.stages)
+
+    def copy_keys(name: str, which: str, page: Array, head: Array, inside: Any, slot: Array) -> None:
+        full = s[f"{name}{form}_full"].at[slot]
+        plgpu.copy_gmem_to_smem(refs[f"{which}_pages"].at[page, head, inside], s[name + form].at[slot], full)
+        if shape.fp8:
+            plgpu.copy_gmem_to_smem(refs[f"{which}_scale"].at[page, head, inside], s[f"{name}_codes_scale"].at[slot], full)
 
     def page_of(row: Array, tile: Array) -> Array:
         return refs["table"][row, lax.rem(lax.div(tile, int32(halves)), int32(width))]
@@ -106,21 +118,45 @@ def _load(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
             # The next page number is fetched before this tile waits, so that its latency is hidden.
             following = page_of(row, item.first_tile + jnp.minimum(i + 1, item.tiles - 1))
             tile, ring = item.first_tile + i, done + i
-            slot = lax.rem(ring, int32(shape.stages))
+            slot = lax.rem(ring, int32(stages))
             inside = pl.ds(pl.multiple_of(lax.rem(tile, int32(halves)) * KEY_TILE, KEY_TILE), KEY_TILE)
-            plgpu.barrier_wait(s["keys_free"].at[slot])
-            plgpu.copy_gmem_to_smem(refs["k_pages"].at[page, head, inside], s["keys"].at[slot], s["keys_full"].at[slot])
+            plgpu.barrier_wait(s[f"keys{form}_free"].at[slot])
+            copy_keys("keys", "k", page, head, inside, slot)
             pl.when(i >= item.plain_tiles)(lambda: copy_bias(item, tile, ring))
-            plgpu.barrier_wait(s["values_free"].at[slot])
-            plgpu.copy_gmem_to_smem(refs["v_pages"].at[page, head, inside], s["values"].at[slot], s["values_full"].at[slot])
+            plgpu.barrier_wait(s[f"values{form}_free"].at[slot])
+            copy_keys("values", "v", page, head, inside, slot)
             return following
 
         lax.fori_loop(0, item.tiles, tile_step, page_of(row, item.first_tile))
 
     _walk(shape, refs, visit)
-    for name in ("keys_free", "values_free", "bias_free", "query_free"):  # a block must not end with arrivals outstanding
+    _drain(s, f"keys{form}_free", f"values{form}_free", "bias_free", "query_free")
+
+
+def _drain(s: dict[str, Any], *names: str) -> None:
+    """Wait for these barriers: a block must not end with arrivals outstanding."""
+    for name in names:
         for slot in range(s[name].shape[0]):
             plgpu.barrier_wait(s[name].at[slot])
+
+
+def _widen(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
+    """The warpgroup between: bfloat16 of every tile of codes, in the order in which they come."""
+    plgpu.set_max_registers(40, action="decrease")
+    release_codes(s, CODE_STAGES)
+    make = widen(KEY_TILE, shape.width, shape.interpret)
+
+    def visit(item: _Item, row: Array, head: Array, done: Array, items: Array) -> None:
+        def tile_step(i: Array, _: None) -> None:
+            present = item.length - (item.first_tile + i) * KEY_TILE
+            codes, slot = (lax.rem(done + i, int32(stages)) for stages in (CODE_STAGES, shape.stages))
+            for name in ("keys", "values"):
+                pass_on(make, s, name, codes, slot, int32(0), present)
+
+        lax.fori_loop(0, item.tiles, tile_step, None)
+
+    _walk(shape, refs, visit)
+    _drain(s, "keys_free", "values_free")
 
 
 class _Compute:
@@ -134,7 +170,7 @@ class _Compute:
         """All items of the program."""
         shape, s = self.shape, self.s
         self._release_all()
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(216 if shape.fp8 else 232, action="increase")
         _walk(shape, self.refs, self._visit)
         if not shape.split_rows:
             pl.when(self.group == 1)(lambda: plgpu.barrier_wait(s["exchange_free"]))
@@ -219,25 +255,33 @@ class _Compute:
         slot, bias_slot = lax.rem(ring, int32(shape.stages)), lax.rem(ring, int32(shape.bias_slots))
         plgpu.barrier_wait(s["keys_full"].at[slot])
 
-        def scores(accumulator: Any) -> Array:
+        def multiply(accumulator: Any) -> None:
             plgpu.wgmma(accumulator, query, s["keys"].at[slot].T)
-            if edge:
-                plgpu.barrier_wait(s["bias_full"].at[bias_slot])
-                for t in range(shape.queries):
-                    plgpu.wgmma(accumulator, rel[t], s["table_rows"].at[bias_slot, t].T)
-            return accumulator[...]
 
-        score = pl.run_scoped(scores, plgpu.ACC((ROWS, KEY_TILE), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  it is public
+        def add_bias(accumulator: Any) -> None:
+            plgpu.barrier_wait(s["bias_full"].at[bias_slot])
+            for t in range(shape.queries):
+                plgpu.wgmma(accumulator, rel[t], s["table_rows"].at[bias_slot, t].T)
+
+        if shape.fp8:  # the scales multiply keys and not the bias
+            score = scaled(_product(multiply), s["keys_scale"].at[slot])
+            score = score + _product(add_bias) if edge else score
+        else:
+            score = _product(multiply, *((add_bias,) if edge else ()))
         plgpu.barrier_arrive(s["keys_free"].at[slot])
         if edge:
             plgpu.barrier_arrive(s["bias_free"].at[bias_slot])
             score = jnp.where(self._visible(item, first_key), score, NEVER)
         weights, top, shrink = softmax_weights(score, top, self.scale, masked=edge)
         total = total * shrink + weights.sum(axis=1)
+        if shape.fp8:
+            plgpu.barrier_wait(s["values_full"].at[slot])
+            weights = scaled(weights, s["values_scale"].at[slot])
         scratch = s["weight_operand"].at[self.group] if shape.interpret else None
         weights = operand(weights.astype(jnp.bfloat16), scratch)
-        plgpu.barrier_wait(s["values_full"].at[slot])
-        if edge:
+        if not shape.fp8:
+            plgpu.barrier_wait(s["values_full"].at[slot])
+        if edge and not shape.fp8:  # of fp8 they are finite, and their scales zero
             pl.when(first_key + KEY_TILE > item.length)(lambda: self._clear_values(slot, item.length - first_key))
         out = accumulate(
             out * by_row(shrink, shape.width),
@@ -316,12 +360,23 @@ class _Compute:
             plgpu.wait_smem_to_gmem(0)
 
 
+def _product(*terms: Callable) -> Array:
+    """What these add to an accumulator of scores."""
+
+    def run(accumulator: Any) -> Array:
+        for term in terms:
+            term(accumulator)
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, KEY_TILE), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  it is public
+
+
 def decode(
     q: Float[Array, "T N H"],
     rel: Float[Array, "T N r"],
     bias_table: Float[Array, "8 rows r"],
-    k_pages: Float[Array, "pages K P H"],
-    v_pages: Float[Array, "pages K P H"],
+    k_pages: Pages,
+    v_pages: Pages,
     table: Int[Array, "B width"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -334,13 +389,14 @@ def decode(
 
     Part [0, c] continues the item that program c-1 was in, part [1, c] begins the item that program c+1 goes on with.
     """
-    names = ("query", "rel", "bias_table", "k_pages", "v_pages", "table", "start", "count", "length")
+    operands = {"query": q, "rel": rel, "bias_table": bias_table} | parts(k_pages, v_pages)
+    operands |= {"table": table, "start": start, "count": count, "length": length}
     plan_names = ("row", "head", "skip", "tiles", "next_row")
     outputs = ("out", "partial", "weight")
     scratch = shape.scratch()
 
     def body(*args: Any) -> None:
-        refs: dict[str, Any] = dict(zip((*names, *plan_names, *outputs), args, strict=False))
+        refs: dict[str, Any] = dict(zip((*operands, *plan_names, *outputs), args, strict=False))
         s = dict(zip(scratch, args[len(refs) :], strict=True))
         group = lax.axis_index("group")
         if shape.overlap_merge:
@@ -354,22 +410,28 @@ def decode(
         def _():
             _load(shape, refs, s)
 
-    body.__name__ = f"attention_decode_q{shape.queries}"
-    parts = (2, shape.programs, shape.rows)
+        if shape.fp8:
+
+            @pl.when(group == COMPUTE + 1)
+            def _():
+                _widen(shape, refs, s)
+
+    body.__name__ = f"attention_decode{'_fp8' if shape.fp8 else ''}_q{shape.queries}"
+    halves = (2, shape.programs, shape.rows)
     kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((*parts, shape.width), jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct((*halves, shape.width), jnp.float32),
+            jax.ShapeDtypeStruct(halves, jnp.float32),
         ),
         scratch_types=list(scratch.values()),
         grid=(shape.programs,),
         grid_names=("program",),
-        num_threads=COMPUTE + 1,
+        num_threads=shape.warpgroups,
         thread_name="group",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     planned = [getattr(plan, name) for name in plan_names]
-    return kernel(q, rel, bias_table, k_pages, v_pages, table, start, count, length, *planned)
+    return kernel(*operands.values(), *planned)

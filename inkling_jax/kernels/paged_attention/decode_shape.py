@@ -10,9 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_jax.kernels.paged_attention.bias import KEY_TILE
 from inkling_jax.kernels.paged_attention.mosaic import ROWS, SHARED_MEMORY, smem_bytes, tiled_smem
+from inkling_jax.kernels.paged_attention.widen import code_barriers, code_smem
 
 MOST_QUERIES = 9  # tokens a row: one, and a draft of eight
 COMPUTE = 2  # warpgroups that multiply; one more loads
+CODE_STAGES = 4  # key tiles in flight that are still fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class DecodeShape:
     window: int | None
     programs: int
     interpret: bool = False
+    fp8: bool = False  # keys and values: one more warpgroup makes bfloat16 of them
     overlap_merge: bool = True  # merge.py starts while this kernel runs, and waits for its end inside
 
     @property
@@ -48,8 +51,18 @@ class DecodeShape:
 
     @property
     def stages(self) -> int:
-        """Key tiles in flight. Barrier phases are counted per warpgroup, so with alternate tiles a slot belongs to one: even."""
+        """Key tiles in flight, of fp8 those that are bfloat16 by now.
+
+        Barrier phases are counted per warpgroup, so with alternate tiles a slot belongs to one: even.
+        """
+        if self.fp8:
+            return 1 if self.split_rows else 2
         return 3 if self.split_rows else 4
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a program."""
+        return COMPUTE + 1 + self.fp8
 
     @property
     def bias_slots(self) -> int:
@@ -81,6 +94,8 @@ class DecodeShape:
             "top": plgpu.SMEM((self.readers, ROWS), jnp.float32),
             "total": plgpu.SMEM((self.readers, ROWS), jnp.float32),
         }
+        if self.fp8:
+            arrays |= code_smem(CODE_STAGES, KEY_TILE, self.width, self.stages)
         used = sum(-(-smem_bytes(array) // 1024) * 1024 for array in arrays.values())
         if used > SHARED_MEMORY - 2048:
             raise ValueError(f"a decode kernel for {self} would take {used} bytes of shared memory of {SHARED_MEMORY}")
@@ -100,4 +115,6 @@ class DecodeShape:
             "exchange_full": plgpu.Barrier(),
             "exchange_free": plgpu.Barrier(),
         }
+        if self.fp8:
+            barriers |= code_barriers(CODE_STAGES, 1)
         return arrays | barriers

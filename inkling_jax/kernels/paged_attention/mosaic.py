@@ -26,14 +26,18 @@ SHARED_MEMORY = 232_448  # bytes of a block on Hopper
 
 def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory that matrix products read, as plgpu.SMEM makes it: rows in tiles of 8, swizzled as wide as a row allows."""
+    return plgpu.SMEM(shape, dtype, transforms=tiled_transforms(shape[-1], dtype))
+
+
+def tiled_transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """How `tiled_smem` lays rows of so many columns out."""
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = min(128, shape[-1] * bits // 8)
+    swizzle = min(128, columns * bits // 8)
     # jax leaves a method of theirs to a protocol, which pyright takes for abstract
-    transforms = (
+    return (
         plgpu.TilingTransform((8, 8 * swizzle // bits)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def smem_bytes(array: Any) -> int:
@@ -55,6 +59,12 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
 def by_row(vector: jax.Array, columns: int) -> jax.Array:
     """One value a row, broadcast over columns."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])
+
+
+def scaled(array: jax.Array, scales: Any) -> jax.Array:
+    """`array`, laid out as an accumulator, times a scale a column, which lies in shared memory."""
+    scale = plgpu.load(scales, layout=WGMMA.reduce(0), optimized=False)
+    return array * lax.broadcast_in_dim(scale, array.shape, [1])
 
 
 def iota(shape: tuple[int, int], dimension: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """Prefill on Hopper: chunks of any length, with any history, over the paged cache.
 
 A program (one a processor) takes tiles of queries in turn, each with the key tiles from its diagonal back to the first one in
-sight. One warpgroup loads; two compute, half of a tile's rows each (prefill_shape.py says which). The bias is a small product too
+sight. One warpgroup loads; two compute, half of a tile's rows each (prefill_shape.py says which); of keys in fp8 a fourth makes
+bfloat16 in between. The bias is a small product too
 (see bias.py): of each warp's own rows, with the rows of a table that the whole program keeps in shared memory.
 """
 
@@ -29,10 +30,13 @@ from inkling_jax.kernels.paged_attention.mosaic import (
     full,
     int32,
     operand,
+    scaled,
     softmax_weights,
 )
 from inkling_jax.kernels.paged_attention.prefill_plan import IDLE_BLOCK, PrefillPlan
-from inkling_jax.kernels.paged_attention.prefill_shape import COMPUTE, GROUP, PIECE, PrefillShape
+from inkling_jax.kernels.paged_attention.prefill_shape import CODE_STAGES, COMPUTE, GROUP, PIECE, PrefillShape
+from inkling_jax.kernels.paged_attention.widen import pass_on, release_codes, widen
+from inkling_jax.kernels.pages import Pages, parts
 
 
 class _Tile:
@@ -84,6 +88,7 @@ def _load(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
     """The loading warpgroup: every copy of the program, as far ahead as there is room."""
     plgpu.set_max_registers(40, action="decrease")
     width = refs["table"].shape[1]
+    form, stages = ("_codes", CODE_STAGES) if shape.fp8 else ("", shape.stages)
     if shape.biased:
         for i in range(shape.table_copies):
             lines = pl.ds(256 * i, min(256, shape.table_rows // 4 - 256 * i))
@@ -110,28 +115,55 @@ def _load(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
             first = lax.div(tile.key(n, shape), int32(shape.page))
             return [refs["table"][tile.row, lax.rem(first + i, int32(width))] for i in range(shape.page_copies)]
 
-        def copy(source: Any, name: str, n: Array, slot: Array, ids: list[Array]) -> None:
-            plgpu.barrier_wait(s[f"{name}_free"].at[slot])
+        def copy(which: str, name: str, n: Array, slot: Array, ids: list[Array]) -> None:
+            plgpu.barrier_wait(s[f"{name}{form}_free"].at[slot])
             rows = min(shape.keys, shape.page)
             inside = pl.multiple_of(lax.rem(tile.key(n, shape), int32(shape.page)), rows)
             for i, page in enumerate(ids):
-                target = s[name].at[slot, pl.ds(i * rows, rows)]
-                plgpu.copy_gmem_to_smem(source.at[page, tile.head, pl.ds(inside, rows)], target, s[f"{name}_full"].at[slot])
+                source, target = (page, tile.head, pl.ds(inside, rows)), (slot, pl.ds(i * rows, rows))
+                full = s[f"{name}{form}_full"].at[slot]
+                plgpu.copy_gmem_to_smem(refs[f"{which}_pages"].at[source], s[name + form].at[target], full)
+                if shape.fp8:
+                    plgpu.copy_gmem_to_smem(refs[f"{which}_scale"].at[source], s[f"{name}_codes_scale"].at[target], full)
 
         def step(n: Array, ids: list[Array]) -> list[Array]:
             following = pages(jnp.minimum(n + 1, tile.tiles - 1))  # fetched before this tile waits
-            slot = lax.rem(done + n, int32(shape.stages))
-            copy(refs["k_pages"], "keys", n, slot, ids)
-            copy(refs["v_pages"], "values", n, slot, ids)
+            slot = lax.rem(done + n, int32(stages))
+            copy("k", "keys", n, slot, ids)
+            copy("v", "values", n, slot, ids)
             return following
 
         lax.fori_loop(0, tile.tiles, step, pages(int32(0)))
 
     _walk(shape, refs, visit)
-    for name in ("keys_free", "values_free", "query_free"):  # a block must not end with arrivals outstanding
-        for slot in range(COMPUTE if name == "query_free" else shape.stages):
-            plgpu.barrier_wait(s[name].at[slot])
+    _drain(s, f"keys{form}_free", f"values{form}_free", "query_free")
     _clear_idle(shape, refs)
+
+
+def _drain(s: dict[str, Any], *names: str) -> None:
+    """Wait for these barriers: a block must not end with arrivals outstanding."""
+    for name in names:
+        for slot in range(s[name].shape[0]):
+            plgpu.barrier_wait(s[name].at[slot])
+
+
+def _widen(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
+    """The warpgroup between: bfloat16 of every tile of codes, in the order in which they come."""
+    plgpu.set_max_registers(40, action="decrease")
+    release_codes(s, CODE_STAGES)
+    make = widen(shape.keys, shape.width, shape.interpret)
+
+    def visit(tile: _Tile, done: Array) -> None:
+        def step(n: Array, _: None) -> None:
+            key = tile.key(n, shape)
+            codes, slot = (lax.rem(done + n, int32(stages)) for stages in (CODE_STAGES, shape.stages))
+            for name in ("keys", "values"):
+                pass_on(make, s, name, codes, slot, tile.oldest_page - key, tile.length - key)
+
+        lax.fori_loop(0, tile.tiles, step, None)
+
+    _walk(shape, refs, visit)
+    _drain(s, "keys_free", "values_free")
 
 
 def _clear_idle(shape: PrefillShape, refs: dict[str, Any]) -> None:
@@ -176,7 +208,7 @@ class _Compute:
             plgpu.barrier_arrive(s["keys_free"].at[slot])
             plgpu.barrier_arrive(s["values_free"].at[slot])
         plgpu.barrier_arrive(s["query_free"].at[self.group])
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(216 if shape.fp8 else 232, action="increase")
         if shape.biased:
             plgpu.barrier_wait(s["table_full"])
         _walk(shape, self.refs, self._visit)
@@ -208,10 +240,17 @@ class _Compute:
                 return accumulator[...]
 
             score = pl.run_scoped(product, plgpu.ACC((ROWS, shape.keys), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  it is public
+            if shape.fp8:
+                score = scaled(score, self.s["keys_scale"].at[slot])
             plgpu.barrier_arrive(self.s["keys_free"].at[slot])
             weights, top, shrink, total = self._weights(tile, n, score, top, total, rel, first)
+            if shape.fp8:
+                plgpu.barrier_wait(self.s["values_full"].at[slot])
+                weights = scaled(weights, self.s["values_scale"].at[slot])
+            weights = weights.astype(jnp.bfloat16)
             weights = operand(weights, self.s["weight_operand"].at[self.group] if shape.interpret else None)
-            self._await_values(tile, n, slot)
+            if not shape.fp8:  # of fp8 what is none's is finite, and its scale zero
+                self._await_values(tile, n, slot)
             out = accumulate(
                 out * by_row(shrink, shape.width),
                 lambda accumulator: plgpu.wgmma(accumulator, weights, self.s["values"].at[slot]),
@@ -235,6 +274,7 @@ class _Compute:
         score = pl.run_scoped(first, accumulator_type((ROWS, shape.keys), jnp.float32))
         plgpu.barrier_arrive(s["keys_free"].at[lax.rem(done, int32(shape.stages))])
         weights, top, _, total = self._weights(tile, int32(0), score, top, total, rel, True)
+        weights = weights.astype(jnp.bfloat16)
 
         def step(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, top, total, weights = carry
@@ -247,7 +287,8 @@ class _Compute:
                 plgpu.wgmma(out_ref, weights, s["values"].at[before])
                 score = plgpu.wgmma_accumulator_load(score_ref, wait_n=1)
                 plgpu.barrier_arrive(s["keys_free"].at[slot])
-                made = self._weights(tile, n, score, top, total, rel, False)
+                weight, *made = self._weights(tile, n, score, top, total, rel, False)
+                made = (weight.astype(jnp.bfloat16), *made)
                 summed = plgpu.wgmma_accumulator_load(out_ref, wait_n=0)
                 plgpu.barrier_arrive(s["values_free"].at[before])
                 return summed, *made
@@ -274,7 +315,7 @@ class _Compute:
     def _weights(
         self, tile: _Tile, n: Array, score: Array, top: Array, total: Array, rel: Array | None, first: bool
     ) -> tuple[Array, Array, Array, Array]:
-        """Weights of a key tile in bfloat16, the new maximum, what the sums so far shrink by, and the new sum."""
+        """Weights of a key tile, the new maximum, what the sums so far shrink by, and the new sum."""
         shape, own = self.shape, self.own
         distance = tile.first - tile.key(n, shape)
 
@@ -296,7 +337,7 @@ class _Compute:
         elif local:
             score = only_where(n >= tile.near, lambda score: masked(score, False, True), score)
         weights, top, shrink = softmax_weights(score, top, self.scale, masked=False)  # a row sees its own key in the first tile
-        return weights.astype(jnp.bfloat16), top, shrink, total * shrink + weights.sum(axis=1)
+        return weights, top, shrink, total * shrink + weights.sum(axis=1)
 
     def _await_values(self, tile: _Tile, n: Array, slot: Array) -> None:
         """Wait for a tile of values. What is none's or out of sight has the weight zero, but may be NaN."""
@@ -346,8 +387,8 @@ def prefill(
     q: Float[Array, "T N H"],
     rel: Float[Array, "T N r"],
     bias_table: Float[Array, "lines 64"],
-    k_pages: Float[Array, "pages K P H"],
-    v_pages: Float[Array, "pages K P H"],
+    k_pages: Pages,
+    v_pages: Pages,
     table: Int[Array, "B width"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -357,12 +398,16 @@ def prefill(
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """The output of every token, zero for those of no row."""
-    names = ("query", "rel", "bias_table", "k_pages", "v_pages", "table", "start", "count", "length")
+    tokens = q.shape[0]
+    if shape.before:
+        q, rel = (jnp.pad(a, ((shape.before, shape.before), (0, 0), (0, 0))) for a in (q, rel))
+    operands = {"query": q, "rel": rel, "bias_table": bias_table} | parts(k_pages, v_pages)
+    operands |= {"table": table, "start": start, "count": count, "length": length}
     plan_names = ("row", "first", "live", "idle", "idle_block")
-    scratch, out_type = shape.scratch(), jax.ShapeDtypeStruct(q.shape, q.dtype)
+    scratch, out_type = shape.scratch(), jax.ShapeDtypeStruct((tokens, *q.shape[1:]), q.dtype)
 
     def body(*args: Any) -> None:
-        refs: dict[str, Any] = dict(zip((*names, *plan_names, "out"), args, strict=False))
+        refs: dict[str, Any] = dict(zip((*operands, *plan_names, "out"), args, strict=False))
         s = dict(zip(scratch, args[len(refs) :], strict=True))
         if not shape.interpret:
             s["query"], s["query_tokens"] = s["query"]
@@ -376,19 +421,23 @@ def prefill(
         def _():
             _load(shape, refs, s)
 
-    body.__name__ = f"attention_prefill_{'window' if shape.window else 'global'}"
+        if shape.fp8:
+
+            @pl.when(group == COMPUTE + 1)
+            def _():
+                _widen(shape, refs, s)
+
+    body.__name__ = f"attention_prefill{'_fp8' if shape.fp8 else ''}_{'window' if shape.window else 'global'}"
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=list(scratch.values()),
         grid=(shape.programs,),
         grid_names=("program",),
-        num_threads=COMPUTE + 1,
+        num_threads=shape.warpgroups,
         thread_name="group",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     planned = [getattr(plan, name) for name in plan_names]
-    if shape.before:
-        q, rel = (jnp.pad(a, ((shape.before, shape.before), (0, 0), (0, 0))) for a in (q, rel))
-    return kernel(q, rel, bias_table, k_pages, v_pages, table, start, count, length, *planned)
+    return kernel(*operands.values(), *planned)

@@ -10,8 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_jax.kernels.paged_attention.bias import TABLE_LANES
 from inkling_jax.kernels.paged_attention.mosaic import ROWS, SHARED_MEMORY, smem_bytes, tiled_smem
+from inkling_jax.kernels.paged_attention.widen import code_barriers, code_smem
 
 COMPUTE = 2  # warpgroups that multiply; one more loads
+CODE_STAGES = 2  # key tiles in flight that are still fp8
 GROUP = 8  # rows of a product that lie together, the heads of one or two tokens
 PIECE = 64  # columns of a head that one copy takes: what a swizzled row of shared memory holds
 MOST_SHARE = 8  # query heads of a key head: a group holds whole tokens
@@ -43,6 +45,12 @@ class PrefillShape:
     overlap: bool = False  # the product of a tile's keys runs beside that of the last one's values
     biased: bool = True
     interpret: bool = False
+    fp8: bool = False  # keys and values: one more warpgroup makes bfloat16 of them, a tile at a time
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a program."""
+        return COMPUTE + 1 + self.fp8
 
     @property
     def tokens(self) -> int:
@@ -80,6 +88,8 @@ class PrefillShape:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
+        if self.fp8 and self.overlap:
+            raise ValueError("of keys and values in fp8 products do not overlap")
         bf16 = jnp.bfloat16
         query = tiled_smem((COMPUTE, self.pieces, ROWS, PIECE), bf16)
         # The same memory by tokens: rows of 128 bytes, swizzled alike, so what a copy writes in one is read in the other.
@@ -95,6 +105,8 @@ class PrefillShape:
             "table": plgpu.SMEM((self.table_rows // 4, TABLE_LANES), bf16),
             "query": query,
         }
+        if self.fp8:
+            arrays |= code_smem(CODE_STAGES, self.keys, self.width, self.stages)
         used = sum(-(-smem_bytes(array) // 1024) * 1024 for array in arrays.values())
         if used > SHARED_MEMORY - 2048:
             raise ValueError(f"a prefill kernel for {self} would take {used} bytes of shared memory of {SHARED_MEMORY}")
@@ -103,16 +115,18 @@ class PrefillShape:
             arrays["weight_operand"] = tiled_smem((COMPUTE, ROWS, self.keys), bf16)
         else:
             arrays["query"] = plgpu.RefUnion(query, tokens)
-        copies = ROWS // GROUP * self.pieces
+        copies, arrivals = ROWS // GROUP * self.pieces, 1 if self.fp8 else self.page_copies
         barriers = {
-            "keys_full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.page_copies),
-            "values_full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.page_copies),
+            "keys_full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=arrivals),
+            "values_full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=arrivals),
             "keys_free": plgpu.Barrier(num_barriers=self.stages, num_arrivals=COMPUTE),
             "values_free": plgpu.Barrier(num_barriers=self.stages, num_arrivals=COMPUTE),
             "query_full": plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=copies + self.biased),
             "query_free": plgpu.Barrier(num_barriers=COMPUTE),
             "table_full": plgpu.Barrier(num_arrivals=self.table_copies if self.biased else 1),
         }
+        if self.fp8:
+            barriers |= code_barriers(CODE_STAGES, self.page_copies)
         return arrays | barriers
 
     @property

@@ -10,9 +10,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from inkling_jax.kernels.mapping import map_after
+from inkling_jax.kernels.pages import Fp8Pages, Pages, decode
 
 QUERY_BLOCK = 64  # query tokens of one row that share a gather of keys
 KEY_BLOCK = 512  # keys a step of the running softmax where queries come in blocks
@@ -34,8 +35,8 @@ def paged_attention(
     q: Float[Array, "T N H"],
     rel: Float[Array, "T N r"],
     rel_bias: Float[Array, "R r"],
-    k_pages: Float[Array, "pages K P H"],
-    v_pages: Float[Array, "pages K P H"],
+    k_pages: Pages,
+    v_pages: Pages,
     table: Int[Array, "B width"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -51,6 +52,7 @@ def paged_attention(
     already. Absolute page a of row b is table[b, a % width]. The bias of a pair at distance d is rel . rel_bias[d] if d < R,
     else zero.
     `window` keys are visible (itself included), None: all. `longest` bounds count, `context` bounds length (statically).
+    Keys and values in fp8 are multiplied as their e4m3 numbers; the scales multiply scores and weights, in float32.
     What lies past a row's length, or in pages that it does not own, may be anything, NaN included.
     """
     tokens, heads, width = q.shape
@@ -119,7 +121,7 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
     oldest = jnp.maximum(position[:, 0] - window + 1, 0) if window else jnp.zeros_like(position[:, 0])
     scale = 1.0 / q.shape[-1]
 
-    def keys_of(step: Array) -> tuple[Array, Array, Array]:
+    def keys_of(step: Array) -> tuple[_Block, _Block, Array]:
         absolute = (oldest // page)[:, None] + step * blocks.pages + jnp.arange(blocks.pages)
         ids = jnp.take_along_axis(table, absolute % table.shape[1], axis=1)
         key_position = (absolute[:, :, None] * page + jnp.arange(page)).reshape(absolute.shape[0], -1)
@@ -127,17 +129,18 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         # Without a barrier XLA works these few numbers out anew for every element that it gathers by them.
         ids, present, key_position = jax.lax.optimization_barrier((ids, present, key_position))
         return (
-            _gather(k_pages, ids, present),
-            _gather(v_pages, ids, present),
+            _gather(k_pages, ids, present, q.dtype),
+            _gather(v_pages, ids, present, q.dtype),
             jnp.where(present, key_position, jnp.iinfo(jnp.int32).max),
         )
 
     def update(carry, step):
         top, total, out = carry
-        k, v, key_position = keys_of(step)
+        (k, k_scale), (v, v_scale), key_position = keys_of(step)
         distance = position[:, :, None] - key_position[:, None, :]
         bias_rows = jnp.where(((distance >= 0) & (distance < extent))[..., None], rel_bias[jnp.clip(distance, 0, extent - 1)], 0)
         score = jnp.einsum("gqKnh,gKsh->gKnqs", q, k, preferred_element_type=jnp.float32) * scale
+        score = _times(score, k_scale)
         score = score + jnp.einsum("gqKnr,gqsr->gKnqs", rel, bias_rows, preferred_element_type=jnp.float32)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         score = jnp.where(visible[:, None, None], score, -jnp.inf)
@@ -146,7 +149,7 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
         weight = jnp.exp(score - base[..., None])
         shrink = jnp.exp(top - base)
         out = out * shrink[..., None] + jnp.einsum(
-            "gKnqs,gKsh->gKnqh", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "gKnqs,gKsh->gKnqh", _times(weight, v_scale).astype(v.dtype), v, preferred_element_type=jnp.float32
         )
         return new_top, total * shrink + weight.sum(-1), out
 
@@ -169,9 +172,21 @@ def _attend(queries, rel_bias, k_pages, v_pages, table, length, window, blocks: 
     return jnp.transpose(out, (0, 3, 1, 2, 4))
 
 
-def _gather(pages: Array, ids: Int[Array, "g p"], present: Array) -> Float[Array, "g K s H"]:
+_Block = tuple[Array, Array | None]  # numbers [g, K, s, H], and in fp8 their scales [g, K, s]
+
+
+def _gather(pages: Pages, ids: Int[Array, "g p"], present: Bool[Array, "g s"], dtype: jnp.dtype) -> _Block:
     """The keys or values of a block, zero where absent (0 x NaN is NaN, so what is absent must not be multiplied)."""
-    g, p = ids.shape
-    _, kv_heads, page, width = pages.shape
-    block = jnp.take(pages, ids, axis=0, mode="clip").transpose(0, 2, 1, 3, 4).reshape(g, kv_heads, p * page, width)
-    return jnp.where(present[:, None, :, None], block, 0)
+
+    def block(pool: Array) -> Array:
+        taken = jnp.swapaxes(jnp.take(pool, ids, axis=0, mode="clip"), 1, 2)
+        taken = taken.reshape(*taken.shape[:2], -1, *taken.shape[4:])
+        return jnp.where(present.reshape(-1, 1, present.shape[1], *(1,) * (taken.ndim - 3)), taken, 0)
+
+    if isinstance(pages, Fp8Pages):
+        return decode(block(pages.codes), dtype), block(pages.scale)
+    return block(pages), None
+
+
+def _times(score: Float[Array, "g K n q s"], scale: Float[Array, "g K s"] | None) -> Float[Array, "g K n q s"]:
+    return score if scale is None else score * scale[:, :, None, None, :]

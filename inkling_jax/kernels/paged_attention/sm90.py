@@ -21,9 +21,11 @@ from inkling_jax.kernels.paged_attention.plan import DecodePlan, plan_decode, pl
 from inkling_jax.kernels.paged_attention.prefill import prefill
 from inkling_jax.kernels.paged_attention.prefill_plan import PrefillPlan, plan_prefill
 from inkling_jax.kernels.paged_attention.prefill_shape import MOST_SHARE, PrefillShape, tile_tokens
+from inkling_jax.kernels.pages import Fp8Pages, Pages, parts
 
 PAGE_SIZES = (64, 128)
 HEAD_WIDTHS = (64, 128)
+FP8_WIDTH = 128  # as kv_append makes them
 REL_RANK = 16
 PROCESSORS = 132  # of H100 and H200; another count only spreads the work less evenly
 SHORTEST_RUN = 2  # key tiles that are worth a program and the merge of its part
@@ -85,8 +87,8 @@ def paged_attention(
     q: Float[Array, "T N H"],
     rel: Float[Array, "T N r"],
     bias: RelativeBias,
-    k_pages: Float[Array, "pages K P H"],
-    v_pages: Float[Array, "pages K P H"],
+    k_pages: Pages,
+    v_pages: Pages,
     table: Int[Array, "B width"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -96,7 +98,7 @@ def paged_attention(
     window: int | None,
     longest: int,
 ) -> Float[Array, "T N H"]:
-    """As reference.paged_attention, with the bias in prepared form. All arrays are bfloat16; pages hold 64 or 128 tokens.
+    """As reference.paged_attention, with the bias in prepared form. Arrays are bfloat16, pages that or fp8, of 64 or 128 tokens.
 
     `plan`: decode_plan() or prefill_plan() of these rows, which layers share.
     """
@@ -111,15 +113,18 @@ def paged_attention(
     return run_decode(*arguments, plan, window=window, longest=longest)
 
 
-def unsupported(page: int, width: int, rank: int, share: int) -> str | None:
+def unsupported(page: int, width: int, rank: int, share: int, fp8: bool = False) -> str | None:
     """Why the kernels cannot take these pages and heads; None: they can.
 
-    page: tokens of one. width, rank: channels and bias coefficients of a head. share: query heads of a key head.
+    page: tokens of one. width, rank: channels and bias coefficients of a head. share: query heads of a key head. fp8: keys and
+    values are.
     """
     if page not in PAGE_SIZES:
         return f"pages of {page} tokens: the kernels take {PAGE_SIZES}; the reference takes any power of two"
     if width not in HEAD_WIDTHS:
         return f"heads of width {width}: the kernels take {HEAD_WIDTHS}; the reference takes any"
+    if fp8 and width != FP8_WIDTH:
+        return f"heads of width {width} in fp8: the kernels take {FP8_WIDTH}; the reference takes any"
     if rank != REL_RANK:
         return f"{rank} bias coefficients a head: the kernels take {REL_RANK}; the reference takes any"
     if share > MOST_SHARE:
@@ -127,16 +132,17 @@ def unsupported(page: int, width: int, rank: int, share: int) -> str | None:
     return None
 
 
-def check(q: Array, rel: Array, k_pages: Array, v_pages: Array) -> None:
+def check(q: Array, rel: Array, k_pages: Pages, v_pages: Pages) -> None:
     """Raise ValueError, naming the sizes that would do, for arrays that the kernels cannot take."""
     heads, width = q.shape[1:]
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} key heads")
-    reason = unsupported(page, width, rel.shape[-1], heads // kv_heads)
+    fp8 = isinstance(k_pages, Fp8Pages)
+    reason = unsupported(page, width, rel.shape[-1], heads // kv_heads, fp8)
     if reason is not None:
         raise ValueError(reason)
-    for name, array in (("q", q), ("rel", rel), ("k_pages", k_pages), ("v_pages", v_pages)):
+    for name, array in {"q": q, "rel": rel, **({} if fp8 else parts(k_pages, v_pages))}.items():
         if array.dtype != jnp.bfloat16:
             raise ValueError(f"{name} is {array.dtype}: the kernels take bfloat16; the reference takes any")
 
@@ -146,8 +152,8 @@ def run_decode(
     q: Array,
     rel: Array,
     bias: RelativeBias,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pages,
+    v_pages: Pages,
     table: Array,
     start: Array,
     count: Array,
@@ -174,6 +180,7 @@ def run_decode(
         page=k_pages.shape[2],
         window=window,
         programs=plan.row.shape[0],
+        fp8=isinstance(k_pages, Fp8Pages),
         interpret=interpret,
         overlap_merge=overlap_merge and not interpret,
     )
@@ -188,8 +195,8 @@ def run_prefill(
     q: Array,
     rel: Array,
     bias: RelativeBias,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pages,
+    v_pages: Pages,
     table: Array,
     start: Array,
     count: Array,
@@ -202,7 +209,7 @@ def run_prefill(
     interpret: bool = False,
 ) -> Array:
     """The prefill kernel. A jit of its own: layers of a step lower it once."""
-    kv_heads = k_pages.shape[1]
+    kv_heads, fp8 = k_pages.shape[1], isinstance(k_pages, Fp8Pages)
     share = q.shape[1] // kv_heads
     q, rel = (pad_share(array, kv_heads) for array in (q, rel))
     shape = PrefillShape(
@@ -215,6 +222,8 @@ def run_prefill(
         programs=programs,
         table_rows=halved_rows(bias.weight.shape[0]),
         interpret=interpret,
+        fp8=fp8,
+        **({"stages": 1} if fp8 else {}),
         **dict(options),
     )
     mode: Any = plgpu.InterpretGPUParams() if interpret else None
