@@ -57,7 +57,9 @@ def config(layers: int = 4) -> TextConfig:
     )
 
 
-def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[dict[str, Any]]]:
+def program(
+    step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch, fp8: bool = False
+) -> tuple[str, list[dict[str, Any]]]:
     """The text of a step of three layers, two of them of one kind, for a GPU, and the sizes of the plans that it makes."""
     planned: list[dict[str, Any]] = []
     plan = getattr(sm90, f"plan_{step}")
@@ -66,7 +68,7 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
     model = Inkling(text, frozenset(), jnp.bfloat16)
     for layer in model.layers:
         layer.use_kernels()
-    shape = CacheShape(slots=3, page_size=64, global_pages=12, local_pages=12, max_context=256, max_query=32)
+    shape = CacheShape(slots=3, page_size=64, global_pages=12, local_pages=12, max_context=256, max_query=32, fp8=fp8)
     state = jax.eval_shape(lambda: create_state(text, shape, jnp.bfloat16))
     programs, leaves = Programs(model, make_mesh(sizes), jnp.bfloat16), list(local_leaves(model, {}).values())
     nothing: Any = {"global": [], "local": []}
@@ -80,13 +82,18 @@ def program(step: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -
     return traced.lower(lowering_platforms=("cuda",)).as_text(), planned
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tensor": 2}])
-def test_a_decode_step_plans_once_a_kind_and_lowers_a_kind_once(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+WAYS = [pytest.param({}, False, marks=pytest.mark.slow), ({"tensor": 2}, False), pytest.param({}, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("sizes", "fp8"), WAYS)
+def test_a_decode_step_plans_once_a_kind_and_lowers_a_kind_once(
+    sizes: dict[str, int], fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two plans, of this rank's heads; two kernels, each with its merge and its append of keys; two that add to the stream.
 
     The last of these is another, since after it nobody reads the stream, only its norm.
     """
-    text, planned = program("decode", sizes, monkeypatch)
+    text, planned = program("decode", sizes, monkeypatch, fp8)
     for function, calls, kinds in (("run_decode", 3, 2), ("append", 3, 2), ("add_conv_norm", 6, 2)):
         names = re.findall(rf"call @({function}(?:_\d+)?)\(", text)
         assert (len(names), len(set(names))) == (calls, kinds), function
@@ -96,13 +103,13 @@ def test_a_decode_step_plans_once_a_kind_and_lowers_a_kind_once(sizes: dict[str,
     ]
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tensor": 2}])
+@pytest.mark.parametrize(("sizes", "fp8"), WAYS)
 def test_a_step_of_prompts_plans_once_a_kind_and_lowers_a_kind_once(
-    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int], fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two plans of 32 tokens, the four heads of a key head in tiles of 32, and two kernels; nothing attends in plain JAX."""
     monkeypatch.delattr(reference, "paged_attention")
-    text, planned = program("prefill", sizes, monkeypatch)
+    text, planned = program("prefill", sizes, monkeypatch, fp8)
     names = re.findall(r"call @(run_prefill\w*)\(", text)
     assert len(names) == 3 and len(set(names)) == 2
     assert text.count("custom_call @mosaic_gpu") == 2

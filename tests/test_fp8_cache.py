@@ -109,6 +109,19 @@ def test_attention(window: int | None) -> None:
     np.testing.assert_allclose(found, attention_cases.dense(case, window), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("spread", "window", "bound"), [(0.2, None, 0.04), (3.5, None, 0.1), (3.5, 512, 0.15)])
+def test_error_on_long_random_contexts(spread: float, window: int | None, bound: float) -> None:
+    """A query after 131,072 random keys, its scores spread so widely, against float64 of the keys as they were."""
+    case = attention_cases.random_case([(1, 131_072)], heads=2, kv_heads=1, width=128, extent=window or 1024, rel_dim=16)
+    case.q *= spread * 128**0.5 / 4  # both queries and keys have a spread of 2
+    arrays, sizes = attention_cases.paged(case, window=window, page=64)
+    arrays = [in_fp8(array)[0] if i in (3, 4) else array for i, array in enumerate(arrays)]
+    error = relative(np.asarray(attention_cases.run(*arrays, **sizes)), attention_cases.dense(case, window))
+    print(f"scores spread by {spread}, window {window}: {error:.4f}")
+    assert 1e-3 < error < bound
+
+
 def test_a_write_changes_its_places_alone_and_copies_no_pool() -> None:
     """Two tokens, one of them to a page that is not there."""
     pages = Fp8Pages(jnp.full((512, 2, 64, 128), 7, jnp.uint8), jnp.full((512, 2, 64), 3.0))

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import threads
 
-from inkling_jax.kernels.paged_attention import cases, paged_attention, plan_attention, reference, sm90
+from inkling_jax.kernels.paged_attention import cases, paged_attention, plan_attention, reference, sm90, widen
 from inkling_jax.kernels.paged_attention import plan as plans
 from inkling_jax.kernels.paged_attention.bias import EDGE_ROWS, prepare_bias, zero_row
 from inkling_jax.kernels.paged_attention.cases import Case
@@ -146,6 +147,29 @@ def test_rows_of_a_prefill_tile_are_every_head_of_every_token_once(share):
     assert all(shape.token(g, w, 1) - shape.token(g, w, 0) == 8 for g in range(2) for w in range(4))
 
 
+@pytest.mark.parametrize("keys", [64, 128])
+def test_codes_are_widened_by_numpy(keys, monkeypatch):
+    """Every code to where the swizzle of 128 bytes has it, and scales of absent keys to zero: what the threads of a GPU do."""
+    rng = np.random.default_rng(0)
+    codes = rng.permutation(np.resize(np.arange(256, dtype=np.uint8), keys * 128)).reshape(keys, 128)
+    scale = rng.random(keys).astype(np.float32)
+    first, end = 3, keys - 5
+    scale[:first], scale[end:] = np.nan, np.nan
+    monkeypatch.setattr(widen, "m", threads.Threads(128))
+    memories = [
+        threads.memory(a) for a in (codes, scale, np.full((keys, 128), np.nan, jnp.bfloat16), np.full(keys, np.nan, np.float32))
+    ]
+    widen.widen_tile(keys, 128, *memories, first, end)
+    row, column = np.indices((keys, 128))
+    line = (row // 8 * 2 + column // 64) * 8 + row % 8
+    place = (column // 8 % 8 ^ row % 8) * 8 + column % 8
+    found = memories[2].view(jnp.bfloat16)[line * 64 + place].astype(np.float32)
+    want = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(found, np.where(np.isnan(want), np.where(codes & 128, -480, 480), want))
+    inside = (np.arange(keys) >= first) & (np.arange(keys) < end)
+    np.testing.assert_array_equal(memories[3].view(np.float32), np.where(inside, scale, 0))
+
+
 @pytest.mark.parametrize(
     ("lengths", "count", "expected"), [(512, 1, (0, 8)), (513, 1, (0, 9)), (576, 1, (1, 8)), (577, 2, (1, 9))]
 )
@@ -267,7 +291,7 @@ def interpret(name: str) -> dict[str, float]:
 
 
 FIXED = "fixed: "
-QUICK = ("an idle row, one key", "short and idle rows ride along")  # one of each kernel
+QUICK = ("an idle row, one key", "short and idle rows ride along", "fp8: a chunk with a history, ragged")  # of each kernel
 NAMES = (*INTERPRETED, *PREFILL, *(FIXED + name for name in list(INTERPRETED)[:5]))
 
 
