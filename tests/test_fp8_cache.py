@@ -190,10 +190,9 @@ def test_the_same_tokens_however_the_work_is_cut(directory: Path) -> None:
     prompts = [draw.integers(0, 250, length).tolist() for length in LENGTHS]
     alone = [engines.run(fp8_engine(directory, TIGHT), [prompt])[0] for prompt in prompts]
     assert all(len(result.tokens) == 40 for result in alone)
-    for chunk, ahead in ((16, 1), (3, 0)):
-        together = fp8_engine(directory, TIGHT, chunk=chunk, ahead=ahead)
-        assert engines.run(together, prompts, between=poison) == alone, (chunk, ahead)
-        assert isinstance(together.scheduler, Scheduler) and together.scheduler.preemptions and engines.all_given_back(together)
+    together = fp8_engine(directory, TIGHT, chunk=3, ahead=0)
+    assert engines.run(together, prompts, between=poison) == alone
+    assert isinstance(together.scheduler, Scheduler) and together.scheduler.preemptions and engines.all_given_back(together)
     kept = fp8_engine(directory, TIGHT, prefix_bytes=1 << 30)
     assert engines.run(kept, [prompts[2]], between=poison) + engines.run(kept, [prompts[2]], between=poison) == [alone[2]] * 2
     assert kept.prefix_statistics.reused == 32
@@ -214,13 +213,13 @@ def test_a_sequence_that_is_not_finite_ends_alone(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_mesh(directory: Path) -> None:
+def test_on_a_mesh(oracle_dir: Callable[..., Path]) -> None:
     """Scales lie with their heads; each device has its own alone, and the answers are those of one device."""
     ids, params = list(range(3, 30)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     options = {"dtype": "float32", "max_context": 64, "slots": 2, "page_size": 16, "chunk": 32, "quiet": True, "kv_dtype": "fp8"}
     made = []
     for mesh in ("tensor=1", "tensor=2"):
-        with inkling_jax.load(directory, mesh=mesh, **options) as llm:
+        with inkling_jax.load(oracle_dir("tiny"), mesh=mesh, **options) as llm:
             assert "keys and values in fp8" in llm.summary
             made.append((list(llm.generate(ids, params)[0].token_ids), llm.score(ids)))
             for layer in llm.engine.state.cache.layers:
