@@ -66,10 +66,10 @@ def _run_batch(args: argparse.Namespace, place: Place | None) -> int:
     from inkling_jax.batch.survey import Shard
     from inkling_jax.config import ModelConfig
 
-    def load() -> LLM:
+    def load(media: bool) -> LLM:
         # on a CPU programs compile fast, one by one as they are needed
         accelerated = start_jax() != "cpu"
-        return _load(args, model, slots=args.slots, tokens_per_call=8, warm_up=accelerated)
+        return _load(args, model, slots=args.slots, tokens_per_call=8, warm_up=accelerated and (media or "text"))
 
     told = model if model in PRESETS else repr(ModelConfig.from_directory(model))
     defaults = Defaults(dataclasses.replace(params, seed=None), args.effort, args.seed or 0, told)
@@ -82,7 +82,7 @@ def _run_batch(args: argparse.Namespace, place: Place | None) -> int:
         return batch.run()
 
 
-def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int, warm_up: bool = False) -> LLM:
+def _load(args: argparse.Namespace, model: str, *, slots: int, tokens_per_call: int, warm_up: bool | str = False) -> LLM:
     from inkling_jax.llm import load
 
     return load(

@@ -87,7 +87,7 @@ def load_model(
     ahead: int = 1,
     deterministic: bool = False,
     check: bool = False,
-    warm_up: bool = False,
+    warm_up: bool | str = False,
     seed: int = 0,
     quiet: bool = False,
 ) -> Loaded:
@@ -107,13 +107,15 @@ def load_model(
     slots: sequences at once. page_size: tokens a cache page. chunk: prompt tokens a step. tokens_per_call: decode steps a host
     call. ahead: calls dispatched before the oldest's tokens are read. deterministic: to the bit, a request's tokens do not
     depend on what else runs, which costs speed. check: compare the device's state with the host's after each step, and raise
-    InklingError where they differ; slow. warm_up: compile now what requests can lead to.
+    InklingError where they differ; slow. warm_up: compile now what requests can lead to, or with "text" those without media.
     Raises ConfigError, CheckpointError, InputError or CapacityError.
     """
     options = EngineOptions(
         chunk, tokens_per_call, ahead, deterministic, check, prefix_bytes=to_bytes(prefix_memory, "prefix_memory")
     )
     check_options(options, slots=slots, page_size=page_size, max_context=max_context, seed=seed)
+    if warm_up not in (False, True, "text"):
+        raise InputError(f"warm_up={warm_up!r}: expected True, False or 'text' (nothing that takes media)")
     check_activations(activations, kernels)
     check_spread_experts(experts_over, activations, kernels)
     directory, config = _find(source, weights)
@@ -179,7 +181,7 @@ def load_model(
     summary = _summary(layout, shape, layout.memory(shape, sizes), device_mesh)
     logger.info("%s", summary)
     if warm_up:
-        warmup.warm_up(engine, quiet=quiet)
+        warmup.warm_up(engine, media=warm_up != "text", quiet=quiet)
     return Loaded(config, engine, tokenizer, processor, render_chat, open_drafts, summary)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Shaped
 
 from inkling_jax.config import AudioConfig, ModelConfig, VisionConfig
 from inkling_jax.layers.audio import AudioTower
@@ -32,3 +34,11 @@ class Towers(nnx.Module):
     def names(self) -> frozenset[str]:
         """Which of "vision" and "audio" are there."""
         return frozenset(name for name in ("vision", "audio") if getattr(self, name) is not None)
+
+    def nothing(self, name: str, rows: int) -> Shaped[np.ndarray, "rows ..."]:
+        """Zeros as the values of an item of so many rows for a tower that is there."""
+        if name == "vision":
+            assert self.vision is not None
+            return np.zeros((rows, *self.vision.patch), np.float32)
+        assert self.audio is not None
+        return np.zeros((rows, self.audio.bands), np.int32)

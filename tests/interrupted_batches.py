@@ -79,7 +79,7 @@ def run(source: Path, output: Path, tokenizer: Tokenizer, seconds: float = 0.0) 
     """The exit code of a batch over an AnsweringEngine."""
     defaults = Defaults(SamplingParams(max_tokens=50), None, 0)
     return Batch(
-        str(source), str(output), defaults, "answering", lambda: llm_over(AnsweringEngine(seconds), tokenizer), SLOTS
+        str(source), str(output), defaults, "answering", lambda media: llm_over(AnsweringEngine(seconds), tokenizer), SLOTS
     ).run()
 
 

@@ -77,7 +77,7 @@ def run(tokenizer: Tokenizer, tmp_path: Path) -> Run:
         defaults = Defaults(SamplingParams(max_tokens=50), options.pop("effort", None), options.pop("seed", 0))
         given = {"slots": SLOTS, **options}
         source = write(tmp_path / "in.jsonl", lines)
-        batch = Batch(str(source), str(tmp_path / output), defaults, "some", lambda: llm, **given)
+        batch = Batch(str(source), str(tmp_path / output), defaults, "some", lambda media: llm, **given)
         return batch.run(), read(tmp_path / output)
 
     return call

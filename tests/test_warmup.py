@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import random
 from collections.abc import Callable, Iterator
@@ -13,12 +14,15 @@ import jax
 import numpy as np
 import pytest
 from engines import GREEDY
+from text_checkpoint import write_text_checkpoint
 
 from inkling_jax.benchmarks.shard import open_shard
 from inkling_jax.engine.engine import Engine, EngineOptions
 from inkling_jax.engine.request import Request, SamplingParams
+from inkling_jax.engine.shapes import Shapes
 from inkling_jax.engine.warmup import warm_up
 from inkling_jax.errors import InputError
+from inkling_jax.media import MediaItem
 
 BUILT = "/jax/core/compile/backend_compile_duration"
 
@@ -81,6 +85,57 @@ def test_traffic_compiles_nothing(warm: tuple[Engine, str]) -> None:
         jax.jit(lambda x: x + 1)(np.zeros(3))
         assert len(built) == 1  # that is how one would have shown
     assert engines.all_given_back(engine)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with both towers, of two dense layers."""
+    layers = {"num_hidden_layers": 2, "local_layer_ids": [0], "dense_mlp_idx": 2}
+    return write_text_checkpoint(tmp_path_factory.mktemp("seeing") / "model", nvfp4=False, **layers)
+
+
+def one_way(directory: Path) -> Engine:
+    """An engine that has few programs, and chunks of two sizes."""
+    engine = engines.engine(directory)
+    engine.shapes = Shapes((4, 16), (4,), (512,))
+    return engine
+
+
+def show(engine: Engine, directory: Path, what: str, rows: int) -> list[str]:
+    """What is built for a prompt with a picture or a sound of so many rows, and text around it."""
+    config, draw = engines.model(directory).config, np.random.default_rng(rows)
+    pictures, sounds = draw.normal(size=(rows, 2, 40, 40, 3)).astype(np.float32), draw.integers(0, 16, (rows, 80), np.int32)
+    slot, values = (config.image_token_id, pictures) if what == "vision" else (config.audio_token_id, sounds)
+    assert slot is not None
+    params = dataclasses.replace(GREEDY, max_tokens=9)
+    with builds() as built:
+        request = engine.add(Request((3, *(slot,) * rows, 4, 5), params, media=(MediaItem(what, values, 1),)))
+        results: dict[int, engines.Result] = {}
+        engines.finish(engine, results)
+    assert results[request].finish_reason == "length"
+    return built
+
+
+def test_media_compile_nothing(seeing: Path) -> None:
+    """A picture or a sound, of fewer rows than the smallest chunk and of more than a tower takes at once; and not where they
+    were not asked for.
+    """
+    engine = one_way(seeing)
+    sampling = engine.samplings[:1]
+    assert warm_up(engine, samplings=sampling, media=False, quiet=True) == 3  # two chunks and a decode call
+    assert any("prefill" in name or "program" in name for name in show(one_way(seeing), seeing, "vision", 2))
+    engines.model(seeing).programs.prefill.clear_cache()
+    media = engines.model(seeing).media
+    for program in (*media._programs.values(), media._lay):
+        program.clear_cache()
+    engine = one_way(seeing)
+    with builds() as built:
+        assert warm_up(engine, samplings=sampling, quiet=True) == 3 + 2 + 1 + 1  # towers, what lays out their rows, a chunk
+    # two towers, one to lay out rows, and chunks: of two sizes, and the larger with media; the decode call is still there
+    assert [built.count(f"jit({name})") for name in ("_compute", "_lay", "program")] == [2, 1, 3]
+    for what in ("vision", "audio"):
+        for rows in (2, 30, 300):
+            assert show(engine, seeing, what, rows) == []
 
 
 def test_it_changes_nothing(warm: tuple[Engine, str], oracle_dir: Callable[..., Path]) -> None:

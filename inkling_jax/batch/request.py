@@ -63,6 +63,7 @@ class Job:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     effort: str | float | None = None
+    media: bool = False  # whether the messages hold any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +151,13 @@ def _job(head: Head, fields: dict[str, Any], defaults: Defaults) -> Job:
             if name in fields:
                 raise InputError(f"{name} belongs to a chat: give messages in the place of prompt")
         return Job(head, params, prompt=_prompt(fields["prompt"]))
-    check_messages(fields["messages"], lambda *_: ())  # media are looked into when their turn comes
+    shown = check_messages(fields["messages"], lambda *_: (None,))  # media are looked into when their turn comes
+    parts = [part for message in shown if isinstance(message["content"], list) for part in message["content"]]
+    media = any(part["type"] in ("image", "audio") for part in parts)
     effort = fields.get("effort", defaults.effort)
     parse_effort(effort)
     tools = check_tools(fields.get("tools"))
-    return Job(head, params, messages=fields["messages"], tools=tools, effort=effort)
+    return Job(head, params, messages=fields["messages"], tools=tools, effort=effort, media=media)
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:

@@ -34,7 +34,7 @@ class Batch:
     output: str
     defaults: Defaults
     model: str  # what responses call it
-    load: Callable[[], LLM]  # called where there is a line that can be run
+    load: Callable[[bool], LLM]  # called, with whether there are media, where there is a line that can be run
     slots: int  # requests at once
     shard: Shard = Shard()
     quiet: bool = False
@@ -64,7 +64,7 @@ class Batch:
                 self._write((Event(error_record(task), 0) for task in refused), todo, results, summary)
                 self._tell_what_was_done(summary)
                 return OK
-            with self.load() as llm, stop_signals() as stop:
+            with self.load(todo.media) as llm, stop_signals() as stop:
                 runner = self._runner(llm, todo, file)
                 with contextlib.closing(runner.events(lambda: stop)) as events:
                     written = self._write(events, todo, results, summary)
@@ -85,7 +85,10 @@ class Batch:
         with open_input(self.input) as file:
             todo = agreed(survey(file, self.defaults, Marks(), self.shard, self.output))
             if todo.left > todo.wrong:
-                with self.load() as llm, contextlib.closing(self._runner(llm, todo, file).events(lambda: False)) as events:
+                with (
+                    self.load(todo.media) as llm,
+                    contextlib.closing(self._runner(llm, todo, file).events(lambda: False)) as events,
+                ):
                     for _ in events:
                         pass
         return OK

@@ -50,6 +50,7 @@ class Survey:
     total: int
     done: int
     wrong: int
+    media: bool  # whether one that can be run holds any
     todo: np.ndarray  # bool, for each line of the file that is not blank
     repeats: dict[int, int]  # by place in `todo`: the number of the line whose id is repeated
     check: int  # a sum over all lines and the settings that they are answered with
@@ -72,12 +73,13 @@ class Survey:
 
 def survey(file: BinaryIO, defaults: Defaults, records: Marks, shard: Shard, output: str) -> Survey:
     """Compare all lines with the records of the file `output`. Raises InputError where one's record is of another line."""
-    lines, numbers, wrong = Marks(), array("Q"), bytearray()
+    lines, numbers, wrong, shows = Marks(), array("Q"), bytearray(), bytearray()
     for number, content in numbered_lines(file):
         task = read_line(number, content, defaults)
         lines.add(task.head.key, task.head.digest)
         numbers.append(number)
         wrong.append(isinstance(task, Refused))
+        shows.append(isinstance(task, Job) and task.media)
     ids, digests, places = (np.asarray(marks, np.uint64) for marks in (lines.ids, lines.digests, numbers))
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     repeated = np.flatnonzero(first[inverse] != np.arange(len(ids)))
@@ -100,16 +102,17 @@ def survey(file: BinaryIO, defaults: Defaults, records: Marks, shard: Shard, out
     refused[repeated] = True
     todo = mine & ~done
     total, ready, cannot = (int(np.count_nonzero(found)) for found in (mine, mine & done, todo & refused))
-    return Survey(total, ready, cannot, todo, repeats, zlib.crc32(digests.tobytes()))
+    media = bool((todo & ~refused & np.asarray(shows, bool)).any())
+    return Survey(total, ready, cannot, media, todo, repeats, zlib.crc32(digests.tobytes()))
 
 
 def agreed(mine: Survey) -> Survey:
     """What all processes are to do: what the first found, which alone sees the records. InputError where their lines differ."""
-    found = of_all_processes([len(mine.todo), mine.check, mine.total, mine.done, mine.wrong])
+    found = of_all_processes([len(mine.todo), mine.check, mine.total, mine.done, mine.wrong, mine.media])
     if len({(lines, check) for lines, check, *_ in found}) > 1:
         raise InputError("the processes do not have the same lines in --input, or not the same settings")
-    total, done, wrong = found[0][2:]
-    return dataclasses.replace(mine, total=total, done=done, wrong=wrong, todo=of_the_first(mine.todo))
+    total, done, wrong, media = found[0][2:]
+    return dataclasses.replace(mine, total=total, done=done, wrong=wrong, media=bool(media), todo=of_the_first(mine.todo))
 
 
 def _repeat(head: Head, first: int) -> Refused:

@@ -279,7 +279,7 @@ class Engine:
         plans = [Plan(1, True) for _ in range(self.replicas)]
         parts, entries = [(sequence, begin, end)], self.scheduler.hold(sequence, begin, end)
         plans[self._replica(sequence)] = Plan(1, True, parts=parts, entries=entries)
-        return self._chunk(plans)
+        return self._chunk(plans, whole=False)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -355,7 +355,7 @@ class Engine:
 
     def _dispatch_chunk(self, plans: list[Plan]) -> None:
         """Dispatch parts of prompts, and a token for each that decodes beside them."""
-        chunk, context = self._chunk(plans)
+        chunk, context = self._chunk(plans, whole=True)
         made, count = [], len(chunk.slot) // self.replicas
         for r, plan in enumerate(plans):
             made += [(r * count + row, s) for row, (s, _, end) in enumerate(plan.parts) if end == s.to_read]
@@ -408,10 +408,18 @@ class Engine:
             outputs.append(output)
         return outputs
 
-    def _chunk(self, plans: list[Plan]) -> tuple[Chunk, int]:
-        """The device's view of parts of prompts and rows that decode, replica after replica, and the bound on their lengths."""
-        tokens = [sum(end - begin for _, begin, end in plan.parts) + len(plan.decoding) for plan in plans]
-        places, chunks, parts, firsts = smallest(self.shapes.chunks, max(tokens)), [], [], []
+    def _chunk(self, plans: list[Plan], whole: bool) -> tuple[Chunk, int]:
+        """The device's view of parts of prompts and rows that decode, replica after replica, and the bound on their lengths.
+
+        whole: with media it has the largest chunk's places.
+        """
+        parts, chunks, firsts = [part for plan in plans for part in plan.parts], [], []
+        for sequence, begin, _ in parts:
+            # the rows of what lies in a prefix that it began with are not needed
+            self.media.admit(sequence, [i for i in sequence.request.media if i.begin + len(i.values) > begin])
+        tokens = max(sum(end - begin for _, begin, end in plan.parts) + len(plan.decoding) for plan in plans)
+        # programs that take media are of one size: there are half as many, and towers run for longer than places are idle
+        places = self.shapes.chunks[-1] if whole and self.media.wants(parts) else smallest(self.shapes.chunks, tokens)
         for r, plan in enumerate(plans):
             slots = self._own_slots([s for s, _, _ in plan.parts])
             packed = [
@@ -419,12 +427,9 @@ class Engine:
             ]
             chunks.append(pack_chunk(packed, plan.entries, self.shape, places, self._own_slots(plan.decoding)))
             first = r * places
-            for sequence, begin, end in plan.parts:
+            for _, begin, end in plan.parts:
                 firsts.append(first)
                 first += end - begin
-                # the rows of what lies in a prefix that it began with are not needed
-                self.media.admit(sequence, [i for i in sequence.request.media if i.begin + len(i.values) > begin])
-            parts += plan.parts
         chunk = dataclasses.replace(side_by_side(chunks), media=self.media.rows(self.replicas * places, parts, firsts))
         longest = max([*(end for _, _, end in parts), *(s.positions for plan in plans for s in plan.decoding)])
         return chunk, smallest(self.shapes.contexts, longest)

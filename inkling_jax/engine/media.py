@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class MediaRunner:
 
     def __init__(self, towers: Towers, leaves: list[jax.Array], mesh: Mesh, dtype: jnp.dtype, keep_bytes: int = KEEP_BYTES):
         graph, abstract = nnx.split(towers)
+        self._towers = towers
         self._leaves, self._tree, self._graph = leaves, jax.tree.structure(abstract), graph
         self._dtype, self._keep_bytes = dtype, keep_bytes
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -107,10 +108,33 @@ class MediaRunner:
         if not wanted:
             return None
         pieces = list(wanted.values())
-        rows = jnp.zeros((places, pieces[0][0].shape[1]), self._dtype, device=self._everywhere)
+        rows = self._no_rows(places, pieces[0][0].shape[1])
         for piece, index in pieces:
             rows = self._lay(rows, piece, index)
         return MediaRows(rows, np.any([index < PIECE_ROWS for _, index in pieces], axis=0))  # pyright: ignore[reportArgumentType]
+
+    def wants(self, parts: Sequence[tuple[Hashable, int, int]]) -> bool:
+        """Whether a token of prompt parts (owner, begin, end) wants a row."""
+        return any(
+            begin < place + count and place < end for owner, begin, end in parts for _, _, count, place in self._placed[owner]
+        )
+
+    def idle_rows(self, places: int) -> MediaRows | None:
+        """What `rows` gives for so many tokens, though none of them wants a row; None without a tower."""
+        if not self._programs:
+            return None
+        name, program = next(iter(self._programs.items()))
+        width = jax.eval_shape(program, self._leaves, self._towers.nothing(name, PIECE_ROWS)).shape[1]
+        return MediaRows(self._no_rows(places, width), np.zeros(places, bool))  # pyright: ignore[reportArgumentType]
+
+    def programs(self, places: int) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """What makes the rows of a chunk of so many tokens, each program with arguments that no prompt has."""
+        for name, program in self._programs.items():
+            yield program, (self._leaves, self._towers.nothing(name, PIECE_ROWS))
+        idle = self.idle_rows(places)
+        if idle is not None:
+            piece = self._no_rows(PIECE_ROWS, idle.rows.shape[1])
+            yield self._lay, (idle.rows, piece, np.full(places, PIECE_ROWS, np.int32))
 
     def close(self) -> None:
         """Free the towers and all rows."""
@@ -124,6 +148,9 @@ class MediaRunner:
         self._kept.clear()
         self._known.clear()
         self._placed.clear()
+
+    def _no_rows(self, places: int, width: int) -> Float[jax.Array, "places width"]:
+        return jnp.zeros((places, width), self._dtype, device=self._everywhere)
 
     def _run(self, tower: str, items: Sequence[MediaItem]) -> dict[bytes, tuple[_Run, int]]:
         """One pass over items end to end; where the rows of each begin."""

@@ -22,7 +22,7 @@ class AudioTower(nnx.Module):
     """
 
     def __init__(self, config: AudioConfig, dtype: jnp.dtype):
-        self.levels = config.mel_vocab_size
+        self.bands, self.levels = config.num_mel_bins, config.mel_vocab_size
         self.embed = param((config.num_mel_bins * self.levels, config.hidden_size), dtype, (None, None))
         self.norm = RMSNorm(config.hidden_size, EPS, dtype) if config.use_norm else None
 

@@ -35,7 +35,8 @@ class VisionTower(nnx.Module):
     """
 
     def __init__(self, config: VisionConfig, dtype: jnp.dtype):
-        folds = vision_folds(config)
+        folds, side = vision_folds(config), config.patch_size
+        self.patch = (config.temporal_patch_size, side, side, config.num_channels)  # the shape of one
         self.layers = nnx.List(FoldLayer(fold, i == len(folds) - 1, dtype) for i, fold in enumerate(folds))
         self.final_norm = RMSNorm(config.hidden_size, _EPS, dtype) if config.use_norm else None
 
