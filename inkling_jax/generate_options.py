@@ -18,8 +18,10 @@ Each line of --input ("-": standard input) is a request: {"id": ..., "prompt": T
 {"id": ..., "messages": [...]}, with "tools", "effort" and sampling settings such as "max_tokens"
 beside it, or a line of an OpenAI batch file ({"custom_id", "url", "body"}). Media are paths,
 file:// or data: URLs. What a line does not say is as the options say; one without a seed gets it
-from --seed (here 0 by default) and its id. Each line leads to one line of --output with its id (or
-its number, where it has none) and the answer, or an "error". Lines that have theirs are not run
+from --seed (here 0 by default) and its id. "priority" (-100 to 100, else 0): lines of the highest
+are taken first. "deadline" (seconds after a line's turn has come): what has not ended then is an
+error. Each line leads to one line of --output with its id (or its number, where it has none) and
+the answer, or an "error". Lines that have theirs are not run
 again: after Ctrl-C, SIGTERM or a crash the same command goes on."""
 
 EXAMPLES = f"""\

@@ -428,6 +428,18 @@ def test_a_chat_and_its_record(run: Run, tokenizer: Tokenizer, tmp_path: Path) -
     assert second.pop("digest") and second == {"id": "bad", "error": "the logits are not finite"}
 
 
+def test_priorities_and_deadlines_reach_the_engine(run: Run) -> None:
+    """One line at a time, the highest first; each request has what its line says."""
+    engine = AnsweringEngine()
+    lines = [
+        {"id": n, "prompt": [n], "priority": priority, "deadline": 60 + n} for n, priority in ((1, 0), (2, 3), (3, -1), (4, 3))
+    ]
+    code, records = run(lines, engine, slots=1)
+    assert code == 0 and [record["id"] for record in records] == [2, 4, 1, 3]
+    found = [(request.prompt_ids, request.priority, request.deadline) for request in engine.requests]
+    assert found == [((2,), 3, 62), ((4,), 3, 64), ((1,), 0, 61), ((3,), -1, 63)]
+
+
 def test_a_stop_string_ends_a_line(run: Run, tokenizer: Tokenizer) -> None:
     llm = scripted_llm(tokenizer, [ids_of(tokenizer, "ab"), ids_of(tokenizer, "cd"), ids_of(tokenizer, "ef")])
     (record,) = run([{"prompt": "x", "stop": "d"}], llm)[1]

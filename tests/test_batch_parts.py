@@ -19,10 +19,12 @@ from inkling_jax.batch.records import Outcome
 from inkling_jax.batch.request import Defaults, Job, Refused, read_line
 from inkling_jax.batch.results import ResultFile
 from inkling_jax.batch.summary import Summary, oddities, repeats
-from inkling_jax.batch.survey import Shard
+from inkling_jax.batch.survey import Marks, Shard, survey
 from inkling_jax.engine.request import SamplingParams
 from inkling_jax.errors import InputError
 
+ALL = Shard()
+PRIORITIES = (0, 7, None, 0, -100, 100, None, 1)
 DEFAULTS = Defaults(SamplingParams(max_tokens=7, temperature=0.5), "low", 0)
 
 
@@ -63,6 +65,58 @@ def test_defaults_and_what_a_line_says() -> None:
     assert job.params == wanted and job.params.seed is not None
     job = read_line(3, b'{"messages": [{"role": "user", "content": "x"}], "seed": 5}', DEFAULTS)
     assert isinstance(job, Job) and (job.effort, job.params.seed) == ("low", 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"priority": 1.5}, "priority must be an integer from -100 to 100, got 1.5"),
+        ({"priority": True}, "priority must be an integer from -100 to 100, got True"),
+        ({"priority": 101}, "priority must be an integer from -100 to 100, got 101"),
+        ({"deadline": -1}, "deadline must be a number from 0 to inf, got -1"),
+        ({"deadline": "9"}, "deadline must be a number from 0 to inf, got '9'"),
+    ],
+)
+def test_when_a_line_may_run(field: dict[str, Any], told: str) -> None:
+    """Its priority and its deadline are those of its request; bad ones are refused by name, in OpenAI's form all."""
+    job = read_line(1, b'{"prompt": "x", "priority": -3, "deadline": 2.5}', DEFAULTS)
+    assert isinstance(job, Job) and (job.priority, job.deadline) == (-3, 2.5)
+    job = read_line(1, b'{"messages": [{"role": "user", "content": "x"}], "priority": 100}', DEFAULTS)
+    assert isinstance(job, Job) and (job.priority, job.deadline) == (100, None)
+    refused = read_line(1, json.dumps({"prompt": "x"} | field).encode(), DEFAULTS)
+    assert isinstance(refused, Refused) and refused.message == told
+    ((name, value),) = field.items()
+    refused = read_line(1, json.dumps({"custom_id": "a", "body": {"prompt": "x", name: value}}).encode(), DEFAULTS)
+    assert isinstance(refused, Refused) and refused.message == f"body.{name} is not implemented"
+
+
+def test_lines_of_a_higher_priority_come_first() -> None:
+    """In the order of the file among equals; those that have a record do not come, nor those that were added since."""
+    given = [
+        {"prompt": "x", "id": n, **({} if priority is None else {"priority": priority})} for n, priority in enumerate(PRIORITIES)
+    ]
+    content = [json.dumps(line).encode() for line in given]
+    records = Marks()
+    records.add("1", read_line(2, content[1], DEFAULTS).head.digest)
+    file = io.BytesIO(b"\n".join(content))
+    todo = survey(file, DEFAULTS, records, ALL, "out")
+    file = io.BytesIO(b"\n".join([*content, b'{"prompt": "x", "id": 9, "priority": 100}']))
+    assert [task.head.id for task in todo.tasks(file, DEFAULTS)] == [5, 7, 0, 2, 3, 6, 4]
+    assert todo.left == 7 and todo.done == 1
+
+
+def test_media_are_seen_before_the_model_is_loaded() -> None:
+    """Whichever part holds them, in a line that can be run and has no record; not in those of others."""
+
+    def lines(*kinds: str | None) -> io.BytesIO:
+        parts = [["x"] if kind is None else ["x", {"type": kind, kind: "file"}] for kind in kinds]
+        return io.BytesIO(b"\n".join(json.dumps({"messages": [{"role": "user", "content": part}]}).encode() for part in parts))
+
+    def media(file: io.BytesIO, shard: Shard = ALL) -> bool:
+        return survey(file, DEFAULTS, Marks(), shard, "out").media
+
+    assert [media(lines(None, kind)) for kind in (None, "image", "audio", "video", "robot")] == [False, True, True, True, False]
+    assert [media(lines(None, "image"), Shard(index, 2)) for index in (0, 1)] == [False, True]
 
 
 # Output

@@ -12,12 +12,13 @@ from typing import Any
 
 from inkling_jax.batch import openai
 from inkling_jax.batch.lines import MAX_LINE
-from inkling_jax.engine.request import SamplingParams
+from inkling_jax.engine.request import Request, SamplingParams
 from inkling_jax.errors import InputError
 from inkling_jax.inputs.messages import check_messages, check_tools, parse_effort
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
-FIELDS = ("id", "prompt", "messages", "tools", "effort", *SAMPLING)
+WHEN = ("priority", "deadline")
+FIELDS = ("id", "prompt", "messages", "tools", "effort", *WHEN, *SAMPLING)
 OF_A_CHAT = ("tools", "effort")
 
 
@@ -64,6 +65,8 @@ class Job:
     tools: Sequence[Mapping[str, Any]] | None = None
     effort: str | float | None = None
     media: bool = False  # whether the messages hold any
+    priority: int = 0
+    deadline: float | None = None  # seconds, once it has begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,13 @@ def read_line(number: int, content: bytes, defaults: Defaults) -> Job | Refused:
         try:
             return _job(head, openai.fields(line) if is_openai else _plain_fields(line), defaults)
         except InputError as error:
-            wrong = str(error).replace("SamplingParams.", "")
+            wrong = plain(str(error))
     return Refused(head, wrong)
+
+
+def plain(message: str) -> str:
+    """What is wrong with a setting, as a line spells its name."""
+    return message.replace("SamplingParams.", "").replace("Request.", "")
 
 
 def id_key(given: str | int) -> str:
@@ -146,18 +154,20 @@ def _job(head: Head, fields: dict[str, Any], defaults: Defaults) -> Job:
     # the seed is of the id, so that neither the order of lines nor where a run was interrupted changes a result
     given.setdefault("seed", int(digest_of(str(defaults.seed), head.key), 16) >> 1)
     params = dataclasses.replace(defaults.params, **given)
+    when = {name: fields[name] for name in WHEN if name in fields}
+    Request((), params, **when)  # refuses what they must not be
     if "prompt" in fields:
         for name in OF_A_CHAT:
             if name in fields:
                 raise InputError(f"{name} belongs to a chat: give messages in the place of prompt")
-        return Job(head, params, prompt=_prompt(fields["prompt"]))
+        return Job(head, params, prompt=_prompt(fields["prompt"]), **when)
     shown = check_messages(fields["messages"], lambda *_: (None,))  # media are looked into when their turn comes
     parts = [part for message in shown if isinstance(message["content"], list) for part in message["content"]]
     media = any(part["type"] in ("image", "audio") for part in parts)
     effort = fields.get("effort", defaults.effort)
     parse_effort(effort)
     tools = check_tools(fields.get("tools"))
-    return Job(head, params, messages=fields["messages"], tools=tools, effort=effort, media=media)
+    return Job(head, params, messages=fields["messages"], tools=tools, effort=effort, media=media, **when)
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from inkling_jax.batch.records import error_record, record
-from inkling_jax.batch.request import Job, Refused
+from inkling_jax.batch.request import Job, Refused, plain
 from inkling_jax.completion import Writer
 from inkling_jax.conversation import next_call, told_apart
 from inkling_jax.engine.calls import Call
@@ -103,7 +103,9 @@ class Runner:
                 prompt = task.prompt
             else:
                 prompt = self._llm.chat_prompt(task.messages, tools=task.tools, effort=task.effort)
-            return _Ready(task, self._llm.requests(prompt, task.params))
+            requests = self._llm.requests(prompt, task.params)
+            when = {"priority": task.priority, "deadline": task.deadline}
+            return _Ready(task, [dataclasses.replace(request, **when) for request in requests])
         except (InklingError, OSError) as error:
             return Refused(task.head, str(error))
         except Exception as error:  # one line must not end the job, but this is a fault of ours
@@ -121,7 +123,7 @@ class Runner:
         except InklingError as error:
             for request_id in added:
                 call.drop(request_id)
-            return Refused(ready.job.head, str(error).replace("SamplingParams.", ""))
+            return Refused(ready.job.head, plain(str(error)))
         self._running |= {request_id: (job, writer) for request_id, writer in zip(added, writers, strict=True)}
         return None
 

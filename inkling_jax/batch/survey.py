@@ -1,6 +1,6 @@
 """What a batch has still to do: its lines against the records that are there, before a weight is read.
 
-Of each line and each record two numbers are kept, 16 bytes, so that millions of lines may be compared.
+Of each line and each record two numbers are kept, 16 bytes, and little more, so that millions of lines may be compared.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Survey:
     done: int
     wrong: int
     media: bool  # whether one that can be run holds any
+    priorities: np.ndarray  # int8, for each line as in `todo`
     todo: np.ndarray  # bool, for each line of the file that is not blank
     repeats: dict[int, int]  # by place in `todo`: the number of the line whose id is repeated
     check: int  # a sum over all lines and the settings that they are answered with
@@ -61,25 +62,28 @@ class Survey:
         return self.total - self.done
 
     def tasks(self, file: BinaryIO, defaults: Defaults) -> Iterator[Job | Refused]:
-        """The lines without a record, read again."""
-        for place, (number, content) in enumerate(numbered_lines(file)):
-            if place >= len(self.todo):
-                return  # the file has grown: the next run will see
-            if self.todo[place]:
-                task = read_line(number, content, defaults)
-                first = self.repeats.get(place)
-                yield task if first is None else _repeat(task.head, first)
+        """The lines without a record, read again: those of a priority in order, the highest first."""
+        for priority in sorted(set(self.priorities[self.todo].tolist()), reverse=True):
+            mine = self.todo & (self.priorities == priority)
+            # a file that has grown has more lines: the next run will see
+            for place, (number, content) in zip(range(len(mine)), numbered_lines(file), strict=False):
+                if mine[place]:
+                    task = read_line(number, content, defaults)
+                    first = self.repeats.get(place)
+                    yield task if first is None else _repeat(task.head, first)
 
 
 def survey(file: BinaryIO, defaults: Defaults, records: Marks, shard: Shard, output: str) -> Survey:
     """Compare all lines with the records of the file `output`. Raises InputError where one's record is of another line."""
     lines, numbers, wrong, shows = Marks(), array("Q"), bytearray(), bytearray()
+    priorities = array("b")
     for number, content in numbered_lines(file):
         task = read_line(number, content, defaults)
         lines.add(task.head.key, task.head.digest)
         numbers.append(number)
         wrong.append(isinstance(task, Refused))
         shows.append(isinstance(task, Job) and task.media)
+        priorities.append(task.priority if isinstance(task, Job) else 0)
     ids, digests, places = (np.asarray(marks, np.uint64) for marks in (lines.ids, lines.digests, numbers))
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     repeated = np.flatnonzero(first[inverse] != np.arange(len(ids)))
@@ -103,7 +107,7 @@ def survey(file: BinaryIO, defaults: Defaults, records: Marks, shard: Shard, out
     todo = mine & ~done
     total, ready, cannot = (int(np.count_nonzero(found)) for found in (mine, mine & done, todo & refused))
     media = bool((todo & ~refused & np.asarray(shows, bool)).any())
-    return Survey(total, ready, cannot, media, todo, repeats, zlib.crc32(digests.tobytes()))
+    return Survey(total, ready, cannot, media, np.asarray(priorities, np.int8), todo, repeats, zlib.crc32(digests.tobytes()))
 
 
 def agreed(mine: Survey) -> Survey:

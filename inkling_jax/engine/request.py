@@ -15,6 +15,7 @@ MAX_STOP_IDS = 16  # stop ids that one request may have: the width of a table on
 MAX_BIAS_IDS = 64  # ids with a bias or a ban that one request may have: likewise
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_PRIORITY = 100
 NO_LIMIT = 2**31 - 1  # largest int32: what the device holds for "no limit"
 GREEDY_BELOW = 1e-5  # a smaller temperature is argmax: its noise would be below the rounding of the logits
 
@@ -94,7 +95,8 @@ class SamplingParams:
 class Request:
     """One sequence to generate: token ids, settings, which of the `n` samples of its prompt it is, and what stands in for ids.
 
-    Each level of `priority` is worth some places in line (`engine/sequence.py`). After `deadline` seconds it ends as "cancelled".
+    Each level of `priority`, -100 to 100, is worth some places in line (`engine/sequence.py`). After `deadline` seconds the
+    request ends as "cancelled".
     """
 
     prompt_ids: tuple[int, ...]
@@ -106,8 +108,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Checks what a scheduler would stumble over."""
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise InputError(f"Request.priority must be an integer, got {self.priority!r}")
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "Request")
         if self.deadline is not None:
             _number("deadline", self.deadline, 0.0, math.inf, "Request")
 
@@ -152,10 +153,10 @@ def _number(name: str, value: object, low: float, high: float, of: str = "Sampli
     return float(value)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(name: str, value: object, low: int, high: int, of: str = "SamplingParams") -> int:
     """`value` as an int, where it is an integer (no bool, float or string) from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-        raise InputError(f"SamplingParams.{name} must be an integer from {low} to {high}, got {value!r}")
+        raise InputError(f"{of}.{name} must be an integer from {low} to {high}, got {value!r}")
     return int(value)
 
 
