@@ -62,7 +62,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         both("speculative", "speculative decoding", NO),
         both("prefix", "reuse of a common prefix, its media included (`prefix_memory`)", "yes; not with replicas (`data=N`)"),
         both("kv_quantised", "keys and values quantised by calibrated scales of a checkpoint", NO),
-        both("kv_fp8", 'keys and values in fp8 (e4m3) with a scale a token and head: `kv_dtype="fp8"`, `--kv-dtype fp8`', YES),
+        both(
+            "kv_fp8",
+            'keys and values in fp8 (e4m3) with a scale a token and head: `kv_dtype="fp8"`, `--kv-dtype fp8`',
+            "yes; by kernels for Hopper that were compiled and interpreted, and have not run on a GPU yet",
+        ),
         both("context", "contexts of up to 1,048,576 tokens", "as memory allows: the planner says how long"),
     ),
     "Where it runs": (
