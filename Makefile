@@ -12,7 +12,7 @@ PYTEST := $(RUN) -m pytest
 
 help:
 	@echo "make demo       ask the model that comes along, on whatever device is there"
-	@echo "make test       tests that need no GPU and no patience (2 processes, at most 15 minutes)"
+	@echo "make test       tests that need no GPU and no patience (2 processes, about 20 minutes on 2 cores)"
 	@echo "make test-slow  the others that need no GPU"
 	@echo "make test-gpu   tests that need a GPU; fails if none could run"
 	@echo "make lint       ruff and pyright;  make format  lets ruff repair what it can"

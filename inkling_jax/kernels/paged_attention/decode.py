@@ -29,6 +29,7 @@ from inkling_jax.kernels.paged_attention.mosaic import (
     WGMMA,
     accumulate,
     by_row,
+    drain,
     full,
     int32,
     iota,
@@ -130,14 +131,7 @@ def _load(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
         lax.fori_loop(0, item.tiles, tile_step, page_of(row, item.first_tile))
 
     _walk(shape, refs, visit)
-    _drain(s, f"keys{form}_free", f"values{form}_free", "bias_free", "query_free")
-
-
-def _drain(s: dict[str, Any], *names: str) -> None:
-    """Wait for these barriers: a block must not end with arrivals outstanding."""
-    for name in names:
-        for slot in range(s[name].shape[0]):
-            plgpu.barrier_wait(s[name].at[slot])
+    drain(s, f"keys{form}_free", f"values{form}_free", "bias_free", "query_free")
 
 
 def _widen(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
@@ -156,7 +150,7 @@ def _widen(shape: DecodeShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
         lax.fori_loop(0, item.tiles, tile_step, None)
 
     _walk(shape, refs, visit)
-    _drain(s, "keys_free", "values_free")
+    drain(s, "keys_free", "values_free")
 
 
 class _Compute:

@@ -103,3 +103,10 @@ def softmax_weights(score: jax.Array, top: jax.Array, scale: float, masked: bool
     base = jnp.where(new_top < NOTHING_SEEN * scale, 0.0, new_top) if masked else new_top
     weights = jnp.exp2(score * scale - by_row(base, score.shape[1]))
     return weights, new_top, jnp.exp2(top - base)
+
+
+def drain(s: dict[str, Any], *names: str) -> None:
+    """Wait for these barriers: a block must not end with arrivals outstanding."""
+    for name in names:
+        for slot in range(s[name].shape[0]):
+            plgpu.barrier_wait(s[name].at[slot])

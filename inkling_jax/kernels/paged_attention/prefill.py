@@ -27,6 +27,7 @@ from inkling_jax.kernels.paged_attention.mosaic import (
     WGMMA,
     accumulate,
     by_row,
+    drain,
     full,
     int32,
     operand,
@@ -136,15 +137,8 @@ def _load(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
         lax.fori_loop(0, tile.tiles, step, pages(int32(0)))
 
     _walk(shape, refs, visit)
-    _drain(s, f"keys{form}_free", f"values{form}_free", "query_free")
+    drain(s, f"keys{form}_free", f"values{form}_free", "query_free")
     _clear_idle(shape, refs)
-
-
-def _drain(s: dict[str, Any], *names: str) -> None:
-    """Wait for these barriers: a block must not end with arrivals outstanding."""
-    for name in names:
-        for slot in range(s[name].shape[0]):
-            plgpu.barrier_wait(s[name].at[slot])
 
 
 def _widen(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None:
@@ -163,7 +157,7 @@ def _widen(shape: PrefillShape, refs: dict[str, Any], s: dict[str, Any]) -> None
         lax.fori_loop(0, tile.tiles, step, None)
 
     _walk(shape, refs, visit)
-    _drain(s, "keys_free", "values_free")
+    drain(s, "keys_free", "values_free")
 
 
 def _clear_idle(shape: PrefillShape, refs: dict[str, Any]) -> None:
